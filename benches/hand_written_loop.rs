@@ -58,8 +58,8 @@ struct Loop {
 
 impl Loop {
     fn new(plan: &Plan) -> Result<Loop, Box<dyn Error>> {
-        let pipe = &plan.pipe;
-        let context = plan.context.clone();
+        let pipe = plan.pipe();
+        let context = plan.context().clone();
         let mut models = Models::new();
         for model in &pipe.models {
             let loaded = model.factory.load(&model.name, "cpu", &context)?;
@@ -81,8 +81,8 @@ impl Loop {
         Ok(Loop {
             stages,
             models,
-            samples: plan.batch.samples,
-            micro_rows: plan.batch.micro_rows,
+            samples: plan.batch().samples,
+            micro_rows: plan.batch().micro_rows,
             seed: pipe.run.seed,
             cancel: CancelToken::default(),
         })

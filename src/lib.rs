@@ -23,7 +23,7 @@
 //!     )
 //!     .plan()
 //!     .map_err(Findings)?;
-//! assert_eq!(plan.batch.rows, 256);
+//! assert_eq!(plan.batch().rows, 256);
 //! // Trainer::new(plan)?.train()? runs it.
 //! # Ok::<(), Findings>(())
 //! ```

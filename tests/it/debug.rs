@@ -4,6 +4,7 @@ use std::path::Path;
 
 use clap::Parser;
 use serde_json::Value;
+use verl::pipe::batch::arrow::ArrowBatch;
 use verl::pipe::cli::debug::{Debug, debug};
 use verl::pipe::registry::Registry;
 use verl::pipe::trace::files::{SliceAt, TraceDir, TraceWriter, read_stage};

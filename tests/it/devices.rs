@@ -8,7 +8,7 @@ use crate::kit::{Place, trainer};
 fn findings(place: &Place, group: &str) -> Vec<Diagnostic> {
     let pipe = place.grpo("run", &[&format!("devices.group={group}")]);
     match pipe.plan() {
-        Ok(plan) => plan.warnings,
+        Ok(plan) => plan.warnings().to_vec(),
         Err(findings) => findings,
     }
 }

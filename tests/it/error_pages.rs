@@ -81,7 +81,7 @@ fn findings(file: &Path, overrides: &[&str]) -> Vec<Diagnostic> {
     let look = Look::default();
     let plan = read_pipeline(file, overrides, &verl::registry());
     match plan.and_then(|pipe| pipe.check(&look).plan) {
-        Ok(plan) => plan.warnings,
+        Ok(plan) => plan.warnings().to_vec(),
         Err(findings) => findings,
     }
 }

@@ -57,7 +57,7 @@ fn parse(place: &Place, text: &str, more: &[&str]) -> DataPipe {
 /// Findings of a check, without the temporary folder.
 fn found(place: &Place, text: &str, more: &[&str]) -> Vec<Diagnostic> {
     match parse(place, text, more).check(&Look::default()).plan {
-        Ok(plan) => plan.warnings,
+        Ok(plan) => plan.warnings().to_vec(),
         Err(findings) => findings,
     }
 }
@@ -386,7 +386,7 @@ fn pipelines_that_run_have_no_finding_about_their_data() {
         };
         tried += 1;
         let of_data = plan
-            .warnings
+            .warnings()
             .iter()
             .filter(|finding| finding.code.starts_with('D'));
         assert_eq!(
@@ -394,7 +394,7 @@ fn pipelines_that_run_have_no_finding_about_their_data() {
             0,
             "{}: {:?}",
             file.display(),
-            plan.warnings
+            plan.warnings()
         );
         assert!(
             !rows.is_empty() && rows.iter().all(|rows| rows.tokenised > 0),

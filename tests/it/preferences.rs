@@ -268,7 +268,7 @@ fn invalid_settings_are_reported_before_the_run() {
         ("orpo_addition.toml", &["preferences.labels=label"]),
     ] {
         let findings = match read(&place, file, changes).and_then(|pipe| pipe.plan()) {
-            Ok(plan) => plan.warnings,
+            Ok(plan) => plan.warnings().to_vec(),
             Err(findings) => findings,
         };
         text += &format!(

@@ -39,7 +39,7 @@ pub fn record_on(pipe: &DataPipe, steps: u64, host_threads: usize) -> (Vec<Recor
         let before = run.versions().expect("versions");
         run.step().expect("a step");
         let mut recorded = tap.step(step).expect("a recorded step");
-        recorded.seed = Some(run.schedule().plan.context.seed);
+        recorded.seed = Some(run.schedule().plan().context().seed);
         recorded.weights_after = run.versions().expect("versions");
         recorded.state = Some(StepStart::Snapshot(state));
         for (name, stage) in &mut recorded.stages {

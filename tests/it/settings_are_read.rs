@@ -354,7 +354,7 @@ fn taking_a_read_away_is_found() {
         ),
         (
             "verl-pipe/src/run/trainer.rs",
-            "plan.pipe.run.console_every",
+            "plan.pipe().run.console_every",
             "1",
             // The command line creates its own console.
             &[],

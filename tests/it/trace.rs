@@ -10,7 +10,7 @@ use verl::pipe::plan::Plannable;
 use verl::pipe::run::state::RunState;
 use verl::pipe::run::trainer::{Trainer, TrainerOptions};
 use verl::pipe::trace::files::{Reason, StepManifest, TraceDir};
-use verl::pipe::trace::rules::{Hit, Rule, Severity, StepView};
+use verl::pipe::trace::rules::{Hit, Rule, RuleSeverity, StepView};
 use verl::pipe::trace::stats::StatRow;
 
 use crate::kit::{GRPO, Place, decided, start};
@@ -73,8 +73,8 @@ impl Rule for StopAtThree {
     fn name(&self) -> &str {
         "stop_at_three"
     }
-    fn severity(&self) -> Severity {
-        Severity::Stop
+    fn severity(&self) -> RuleSeverity {
+        RuleSeverity::Stop
     }
     fn advice(&self) -> &str {
         "nothing"

@@ -19,7 +19,7 @@ fn findings_for(trace: &str, more: &[&str]) -> Vec<Diagnostic> {
     let place = Place::new();
     let text = format!("{GRPO}\n[trace]\n{trace}\n");
     let found = place.parse(&text, "run", more).and_then(|pipe| pipe.plan());
-    found.map_or_else(|findings| findings, |plan| plan.warnings)
+    found.map_or_else(|findings| findings, |plan| plan.warnings().to_vec())
 }
 
 fn printed(findings: Vec<Diagnostic>) -> String {
@@ -224,7 +224,7 @@ fn what_flags_ask_for_is_checked_like_the_file() {
         flags.apply(&mut pipe.trace);
         let found = pipe
             .plan()
-            .map_or_else(|findings| findings, |plan| plan.warnings);
+            .map_or_else(|findings| findings, |plan| plan.warnings().to_vec());
         printed(found)
     };
     let step = debug(|flags| flags.steps = vec![99]);
@@ -260,7 +260,7 @@ fn limits_that_are_not_numbers_are_reported_in_rust_too() {
             .insert("grad_norm_spike".to_owned(), setting);
         let text = printed(
             pipe.plan()
-                .map_or_else(|findings| findings, |plan| plan.warnings),
+                .map_or_else(|findings| findings, |plan| plan.warnings().to_vec()),
         );
         assert!(
             text.starts_with("error[C005]: invalid setting `rules.grad_norm_spike.limit`"),
@@ -324,7 +324,7 @@ fn a_rule_that_was_added_in_rust_is_tuned_and_silenced_by_its_name() {
         let pipe = place.parse_with(&text, "run", &[], &registry);
         let pipe = pipe.unwrap_or_else(|findings| panic!("{}", Findings(findings)));
         let plan = pipe.plan().expect("a plan");
-        assert_eq!(printed(plan.warnings.clone()), "", "{trace}");
+        assert_eq!(printed(plan.warnings().to_vec()), "", "{trace}");
         let trainer = Trainer::with_options(plan, TrainerOptions::default());
         trainer
             .and_then(|mut trainer| trainer.train())

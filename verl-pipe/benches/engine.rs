@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use arrow_array::{ArrayRef, UInt64Array};
 use criterion::{Criterion, criterion_group, criterion_main};
+use verl_pipe::batch::arrow::ArrowBatch;
 use verl_pipe::batch::{Batch, RowId};
 use verl_pipe::field::{Field, Key, Scalar};
 use verl_pipe::pipe::{DataPipe, StageDecl};

@@ -62,9 +62,9 @@ fn filters(stages: usize) -> DataPipe {
 
 fn plan(criterion: &mut Criterion) {
     for (name, pipe) in [("chain", chain(1000)), ("filters", filters(1000))] {
-        assert_eq!(pipe.plan().map(|plan| plan.stages.len()).ok(), Some(1000));
+        assert_eq!(pipe.plan().map(|plan| plan.stages().len()).ok(), Some(1000));
         criterion.bench_function(&format!("check 1,000 stages, {name}"), |bencher| {
-            bencher.iter(|| black_box(&pipe).plan().map(|plan| plan.stages.len()))
+            bencher.iter(|| black_box(&pipe).plan().map(|plan| plan.stages().len()))
         });
     }
 }

@@ -17,6 +17,7 @@ use std::time::Instant;
 
 use arrow_schema::Field as ArrowField;
 use criterion::{Criterion, criterion_group, criterion_main};
+use verl_pipe::batch::arrow::ArrowBatch;
 use verl_pipe::batch::{Batch, RaggedColumn, RowId};
 use verl_pipe::field::Field;
 use verl_pipe::keys::{ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, RESPONSES, ROLLOUT_LOG_PROBS};

@@ -15,6 +15,12 @@
 //! let plan = DataPipe::new("unplaced").plan().unwrap();
 //! let run = verl_pipe::run::runner::Run::start(plan, RunOptions::default());
 //! ```
+//! A plan cannot be made or changed by hand:
+//! ```compile_fail,E0451
+//! use verl_pipe::{pipe::DataPipe, plan::Plan};
+//! let checked = DataPipe::new("checked").plan().unwrap();
+//! let changed = Plan { warnings: Vec::new(), ..checked };
+//! ```
 //! A key fixes the type of its column for writing
 //! ```compile_fail,E0277
 //! use verl_pipe::{batch::Batch, keys::REWARDS};

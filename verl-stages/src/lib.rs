@@ -234,7 +234,7 @@ mod tests {
     #[track_caller]
     fn check(overrides: &[&str], expected: &[&str]) {
         let findings = match plan_or_findings(overrides) {
-            Ok(plan) => plan.warnings,
+            Ok(plan) => plan.warnings().to_vec(),
             Err(findings) => findings,
         };
         let mut found: Vec<&str> = findings.iter().map(|finding| finding.code).collect();
@@ -315,7 +315,7 @@ mod tests {
             ("update.loss.kl_coeff=0.1", &[]),
         ] {
             let findings = match plan_or_findings(&[&[change], more].concat()) {
-                Ok(plan) => plan.warnings,
+                Ok(plan) => plan.warnings().to_vec(),
                 Err(findings) => findings,
             };
             text += &format!("# {change}\n{}\n\n", Findings(findings));
@@ -327,7 +327,7 @@ mod tests {
     fn findings_of(file: &str, changes: &[&str]) -> String {
         let report = |change: &&str| {
             let findings = match plan_of(file, &change.split("; ").collect::<Vec<_>>()) {
-                Ok(plan) => plan.warnings,
+                Ok(plan) => plan.warnings().to_vec(),
                 Err(findings) => findings,
             };
             format!("# {change}\n{}\n\n", Findings(findings))
@@ -480,7 +480,7 @@ mod tests {
         let path = file.path().display().to_string();
         let plan = plan_or_findings(&[&format!("data.train={path}")]).unwrap();
         let train = plan
-            .pipe
+            .pipe()
             .data
             .iter()
             .find(|data| data.name == "train")

@@ -212,7 +212,7 @@ impl<S: IntoStage> Shr<S> for Chain {
 /// let judge = StageSpec::new().reads(PROMPTS).writes(REWARDS);
 /// let chain = Ones { count: 3 } >> stage_fn(judge, |batch, ctx| ctx.emit(batch)).named("judge");
 /// let plan = DataPipe::new("ones").chain(chain).plan().unwrap();
-/// let names: Vec<_> = plan.stages.iter().map(|stage| stage.name.as_str()).collect();
+/// let names: Vec<_> = plan.stages().iter().map(|stage| stage.name()).collect();
 /// assert_eq!(names, ["ones", "judge"]);
 /// ```
 #[macro_export]

@@ -369,8 +369,8 @@ impl DataPipe {
     ///     .writing("rewards", "length_rewards");
     ///
     /// let plan = pipe.plan().unwrap();
-    /// assert_eq!(plan.fields["length_rewards"].shape, "[B]");
-    /// assert_eq!(plan.warnings[0].code, "P013"); // nothing reads it
+    /// assert_eq!(plan.fields()["length_rewards"].shape, "[B]");
+    /// assert_eq!(plan.warnings()[0].code, "P013"); // nothing reads it
     /// ```
     pub fn add_stage(mut self, name: impl Into<String>, stage: impl IntoStage) -> Self {
         self.stages.push(StageDecl {

@@ -41,10 +41,9 @@ impl Default for BatchConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct DevicesConfig {
-    /// The device group of training and rollout: `cpu`, a GPU by its index (`cuda:0`), or an inclusive range of GPUs
-    /// (`cuda:0-5`).
+    /// The device of training and rollout: `cpu`, or a GPU by its index (`cuda:0`).
     pub group: String,
-    /// Devices that share one rollout engine (tensor parallel).
+    /// Devices that share one rollout engine (tensor parallel); only 1 so far.
     pub rollout_tensor_parallel: usize,
 }
 

@@ -8,13 +8,13 @@ use verl_words::field::Field;
 use verl_words::resource::ModelInfo;
 use verl_words::stage::{Access, BuildContext, Cadence, Cardinality, ConfigError, StageSpec};
 
-use crate::checks;
 use crate::graph::Digraph;
 use crate::look::{Checked, Look, check_with_rows};
 use crate::schedule::batching::{MINI_BATCH, Violation, estimate};
 use crate::tables::{self, Tables};
-use crate::{Edge, Plan, PlannedModel, PlannedStage};
-use crate::{memory, optimizer_steps, temperatures};
+use crate::{
+    Edge, Plan, PlannedModel, PlannedStage, checks, memory, optimizer_steps, temperatures,
+};
 
 /// A pipeline before any check.
 pub(crate) struct Prepared<'a> {
@@ -126,8 +126,8 @@ pub trait Plannable {
     /// use verl_pipe::plan::Plannable;
     ///
     /// let plan = DataPipe::new("empty").plan().unwrap();
-    /// assert!(plan.stages.is_empty());
-    /// assert_eq!(plan.batch.rows, 8);
+    /// assert!(plan.stages().is_empty());
+    /// assert_eq!(plan.batch().rows, 8);
     /// ```
     ///
     /// # Errors
@@ -229,7 +229,8 @@ fn checked(
 /// A refilling filter decides how many prompts' samples an update sees, so the arithmetic is solved again, and the
 /// stages are built again with its result, once the stages are known.
 pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
-    let (batch, violations) = estimate(&pipe.batch, &pipe.devices, None);
+    let devices = checks::one_device::without_refused(&pipe.devices);
+    let (batch, violations) = estimate(&pipe.batch, &devices, None);
     let mut context = BuildContext {
         batch,
         seed: pipe.run.seed,
@@ -257,7 +258,7 @@ pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
     let mut refills = prepared.stages.iter();
     let refill = refills.find_map(|stage| stage.spec.as_ref()?.refill);
     if let Some(refill) = refill {
-        let (batch, violations) = estimate(&pipe.batch, &pipe.devices, Some(&refill));
+        let (batch, violations) = estimate(&pipe.batch, &devices, Some(&refill));
         prepared.context.batch = batch;
         prepared.violations = violations;
         prepared.stages = built(pipe, &prepared.context);

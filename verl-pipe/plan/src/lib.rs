@@ -48,9 +48,10 @@ pub use build::{Plannable, plan_to_inspect};
 
 use verl_declare::pipe::{DataPipe, StageBuilder};
 use verl_words::data::DataLoaderInterface;
+use verl_words::diagnostic::Diagnostic;
 use verl_words::field::{DType, Field};
 use verl_words::resource::ModelInfo;
-use verl_words::stage::{BatchPlan, BuildContext, StageSpec};
+use verl_words::stage::{BatchPlan, BuildContext, ConfigError, Stage, StageSpec};
 
 /// Rows of the same kind: the output of one source, expansion or filter. Index into [`Plan::tables`].
 #[derive(Debug, Clone, PartialEq)]
@@ -91,42 +92,75 @@ pub struct Edge {
 /// A stage of a plan.
 #[derive(Clone)]
 pub struct PlannedStage {
-    /// Name in the pipeline.
     pub name: String,
-    /// Registered kind.
-    pub kind: String,
-    /// What it declares, with its own names of keys.
+    kind: String,
     pub spec: StageSpec,
-    /// Its own names of keys → the pipeline's, where they differ.
-    pub rename: BTreeMap<String, String>,
-    /// Keys it reads.
+    rename: BTreeMap<String, String>,
     pub inputs: Vec<Edge>,
-    /// Stages that must finish the step before this one starts because of weights rather than keys.
-    pub after: Vec<usize>,
-    /// Table of its input rows; `None` for a source or an observer.
-    pub table_in: Option<usize>,
-    /// Table of its output rows; `None` for a sink or an observer.
-    pub table_out: Option<usize>,
-    /// Rows of one call. The plan fixes the bounds of every slice, so that no result depends on timing.
-    pub slice_rows: usize,
-    /// Makes the stage.
-    pub build: StageBuilder,
-}
-
-impl Plan {
-    /// Rows that one prompt has on table `index`.
-    pub fn rows_per_prompt(&self, index: usize) -> usize {
-        let up = |table: &usize| self.tables[*table].parent;
-        std::iter::successors(Some(index), up)
-            .map(|table| self.tables[table].factor.max(1))
-            .product()
-    }
+    after: Vec<usize>,
+    table_in: Option<usize>,
+    table_out: Option<usize>,
+    slice_rows: usize,
+    build: StageBuilder,
 }
 
 impl PlannedStage {
+    /// Name in the pipeline.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Registered kind.
+    pub fn kind(&self) -> &str {
+        &self.kind
+    }
+
+    /// What it declares, with its own names of keys.
+    pub fn spec(&self) -> &StageSpec {
+        &self.spec
+    }
+
+    /// Its own names of keys → the pipeline's, where they differ.
+    pub fn rename(&self) -> &BTreeMap<String, String> {
+        &self.rename
+    }
+
     /// The pipeline's name of the stage's own key `local`.
     pub fn key<'a>(&'a self, local: &'a str) -> &'a str {
         self.rename.get(local).map_or(local, String::as_str)
+    }
+
+    /// Keys it reads.
+    pub fn inputs(&self) -> &[Edge] {
+        &self.inputs
+    }
+
+    /// Stages that must finish the step before this one starts because of weights rather than keys.
+    pub fn after(&self) -> &[usize] {
+        &self.after
+    }
+
+    /// Table of its input rows; `None` for a source or an observer.
+    pub fn table_in(&self) -> Option<usize> {
+        self.table_in
+    }
+
+    /// Table of its output rows; `None` for a sink or an observer.
+    pub fn table_out(&self) -> Option<usize> {
+        self.table_out
+    }
+
+    /// Rows of one call. The plan fixes the bounds of every slice, so that no result depends on timing.
+    pub fn slice_rows(&self) -> usize {
+        self.slice_rows
+    }
+
+    /// Makes the stage.
+    ///
+    /// # Errors
+    /// Settings that the stage refuses.
+    pub fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+        (self.build)(context)
     }
 }
 
@@ -147,25 +181,72 @@ pub struct PlannedModel {
     pub training: Option<String>,
 }
 
-/// A checked pipeline: stages in the order of execution, every key resolved to its writer.
+/// A checked pipeline: stages in the order of execution, every key resolved to its writer. Nothing outside this module can
+/// make or change one.
 #[derive(Clone)]
 pub struct Plan {
-    /// What was declared.
-    pub pipe: DataPipe,
-    /// The context that stages are built with.
-    pub context: BuildContext,
-    /// Solved batch arithmetic.
-    pub batch: BatchPlan,
-    /// Stages in the order of execution (topological; ties by declaration).
+    pipe: DataPipe,
+    context: BuildContext,
+    batch: BatchPlan,
     pub stages: Vec<PlannedStage>,
+    tables: Vec<Table>,
+    models: Vec<PlannedModel>,
+    fields: BTreeMap<String, Field>,
+    warnings: Vec<Diagnostic>,
+    opened: BTreeMap<String, Arc<dyn DataLoaderInterface>>,
+}
+
+impl Plan {
+    /// What was declared.
+    pub fn pipe(&self) -> &DataPipe {
+        &self.pipe
+    }
+
+    /// The context that stages are built with.
+    pub fn context(&self) -> &BuildContext {
+        &self.context
+    }
+
+    /// Solved batch arithmetic.
+    pub fn batch(&self) -> &BatchPlan {
+        &self.batch
+    }
+
+    /// Stages in the order of execution (topological; ties by declaration).
+    pub fn stages(&self) -> &[PlannedStage] {
+        &self.stages
+    }
+
     /// Tables, one for each kind of rows.
-    pub tables: Vec<Table>,
+    pub fn tables(&self) -> &[Table] {
+        &self.tables
+    }
+
+    /// Rows that one prompt has on table `index`.
+    pub fn rows_per_prompt(&self, index: usize) -> usize {
+        let up = |table: &usize| self.tables[*table].parent;
+        std::iter::successors(Some(index), up)
+            .map(|table| self.tables[table].factor.max(1))
+            .product()
+    }
+
     /// Models.
-    pub models: Vec<PlannedModel>,
+    pub fn models(&self) -> &[PlannedModel] {
+        &self.models
+    }
+
     /// Fields by the pipeline's names of keys, as written.
-    pub fields: BTreeMap<String, Field>,
+    pub fn fields(&self) -> &BTreeMap<String, Field> {
+        &self.fields
+    }
+
     /// Findings that do not prevent a run.
-    pub warnings: Vec<verl_words::diagnostic::Diagnostic>,
+    pub fn warnings(&self) -> &[Diagnostic] {
+        &self.warnings
+    }
+
     /// Data sets that [`Plannable::check`] opened completely, by name: a run uses these instead of opening them again.
-    pub opened: BTreeMap<String, Arc<dyn DataLoaderInterface>>,
+    pub fn opened(&self) -> &BTreeMap<String, Arc<dyn DataLoaderInterface>> {
+        &self.opened
+    }
 }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{Anomaly, Hit, MetricsView, RULES, Rule, Severity, StepView};
+use super::{Anomaly, Hit, MetricsView, RULES, Rule, RuleSeverity, StepView};
 use crate::config::RuleSetting;
 use crate::format::FORMAT;
 
@@ -17,8 +17,8 @@ pub const QUIET_STEPS: u64 = 16;
 pub struct Fired {
     /// Name of the rule.
     pub rule: String,
-    /// Severity of the rule.
-    pub severity: Severity,
+    /// RuleSeverity of the rule.
+    pub severity: RuleSeverity,
     /// Number of reports; matches that are at most [`QUIET_STEPS`] steps apart are one.
     pub events: u64,
     /// Number of steps in which it matched.
@@ -63,7 +63,7 @@ type Place = (String, String);
 
 struct Armed {
     rule: Box<dyn Rule>,
-    severity: Severity,
+    severity: RuleSeverity,
     limit: f64,
     /// The last step in which it matched, by place.
     last_match: BTreeMap<Place, u64>,
@@ -90,7 +90,7 @@ impl RuleBook {
         let armed = built_in.chain(custom).filter_map(|rule| {
             let setting = settings.get(rule.name()).copied().unwrap_or_default();
             let severity = setting.severity.unwrap_or(rule.severity());
-            let runs = severity > Severity::Off || causes.contains(rule.name());
+            let runs = severity > RuleSeverity::Off || causes.contains(rule.name());
             runs.then(|| Armed {
                 severity,
                 limit: setting.limit.unwrap_or(rule.limit()),
@@ -107,7 +107,7 @@ impl RuleBook {
 
     pub fn has(&self, name: &str) -> bool {
         let mut armed = self.armed.iter();
-        armed.any(|armed| armed.severity > Severity::Off && armed.rule.name() == name)
+        armed.any(|armed| armed.severity > RuleSeverity::Off && armed.rule.name() == name)
     }
 
     /// The rules that fired, in the order in which they run.
@@ -155,7 +155,9 @@ impl RuleBook {
                 matching.insert(armed.rule.name().to_owned());
             }
             // A rule that stops the run does so even if its finding follows from another one.
-            if armed.severity == Severity::Off || follows && armed.severity != Severity::Stop {
+            if armed.severity == RuleSeverity::Off
+                || follows && armed.severity != RuleSeverity::Stop
+            {
                 continue;
             }
             let mut anomalies = Vec::new();

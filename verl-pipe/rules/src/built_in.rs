@@ -20,7 +20,7 @@ use super::trends::{
     blind_critic, chosen_falls, entropy_explosion, kto_baseline, length_collapse, length_growth,
     reward_collapse, reward_jump,
 };
-use super::{Hit, MetricsView, Rule, Severity, StepView};
+use super::{Hit, MetricsView, Rule, RuleSeverity, StepView};
 
 /// Roles of metrics that are a KL divergence per token.
 pub(super) const KLS: &[MetricRole] = &[
@@ -81,7 +81,7 @@ pub struct BuiltIn {
     /// Its name in `[trace.rules]`.
     pub name: &'static str,
     /// Default severity.
-    pub severity: Severity,
+    pub severity: RuleSeverity,
     /// Default limit at which it fires.
     pub limit: f64,
     /// Unit of the limit.
@@ -105,7 +105,7 @@ impl Rule for BuiltIn {
     fn name(&self) -> &str {
         self.name
     }
-    fn severity(&self) -> Severity {
+    fn severity(&self) -> RuleSeverity {
         self.severity
     }
     fn limit(&self) -> f64 {
@@ -138,7 +138,7 @@ impl Rule for BuiltIn {
 pub const RULES: &[BuiltIn] = &[
     BuiltIn {
         name: "non_finite",
-        severity: Severity::Stop,
+        severity: RuleSeverity::Stop,
         limit: 0.0,
         unit: Amount("values"),
         meaning: "more input values of an update than the limit are NaN or infinite; observation tokens do not count",
@@ -151,7 +151,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "row_errors",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.0,
         unit: Amount("rows"),
         meaning: "more rows than the limit failed in the step",
@@ -164,7 +164,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "constant_reward",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.95,
         unit: Share("groups"),
         meaning: "all rewards of the step are equal, or those within more than this share of its groups; needs at least 8 rewards or 4 groups",
@@ -177,7 +177,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "zero_advantages",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 1.0,
         unit: Share("advantages"),
         meaning: "at least this share of at least 32 advantages is exactly 0",
@@ -190,7 +190,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "advantage_variance",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 100.0,
         unit: Amount("variance"),
         meaning: "the variance of the advantages is above the limit",
@@ -203,7 +203,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "negative_kl",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.05,
         unit: Amount("nats"),
         meaning: "the mean of k1, which estimates a KL divergence, is below minus the limit and below 0 by more than 4 standard errors; needs at least 256 tokens in at least 16 rows",
@@ -216,7 +216,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "low_ess",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.5,
         unit: Share("tokens"),
         meaning: "the effective sample size of the importance weights (trainer against rollout) is below this share of the tokens; needs at least 256 tokens",
@@ -229,7 +229,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "probability_difference",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.01,
         unit: Probability,
         meaning: "probabilities of the sampled tokens differ between rollout and trainer by more than this on average, over at least 32 tokens",
@@ -242,7 +242,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "length_limit",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.5,
         unit: Share("responses"),
         meaning: "more than this share of at least 8 responses reached the token limit",
@@ -255,7 +255,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "same_responses",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.9,
         unit: Share("responses"),
         meaning: "more than this share of at least 16 responses to at least 4 prompts have the same tokens",
@@ -268,7 +268,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "looping_responses",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.25,
         unit: Share("responses"),
         meaning: "more than this share of at least 8 responses end in a loop: their last 32 tokens repeat with a period of at most 8",
@@ -281,7 +281,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "no_update",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.0,
         unit: Amount("optimiser steps"),
         meaning: "an update took at most this many optimiser steps in the step, because no token was left to train on",
@@ -294,7 +294,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "zero_learning_rate",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 2.0,
         unit: Amount("steps"),
         meaning: "the learning rate was 0 in this many steps in a row",
@@ -307,7 +307,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "zero_gradient",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 3.0,
         unit: Amount("steps"),
         meaning: "the gradient norm was exactly 0 in this many steps in a row",
@@ -320,7 +320,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "grad_norm_spike",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 5.0,
         unit: Amount("times the median"),
         meaning: "a gradient norm is above 0.1 and above this multiple of its median over the previous 8 to 64 steps, of which at most one in 16 had at least half this norm",
@@ -333,7 +333,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "weights_unchanged",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 1.0,
         unit: Amount("optimiser steps"),
         meaning: "a model's weights have the same hash after at least this many optimiser steps, although gradients were not zero",
@@ -346,7 +346,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "ratio_not_one",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 1e-4,
         unit: Amount("nats"),
         meaning: "old and current log-probs differ by more than this on the first mini-batch of a step, where both use the same weights; 100 times the limit on devices other than a CPU",
@@ -359,7 +359,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "kl_blow_up",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 1.0,
         unit: Amount("nats"),
         meaning: "a KL divergence per token is above the limit, or is NaN",
@@ -372,7 +372,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "large_update",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.2,
         unit: Amount("nats"),
         meaning: "the mean of old minus current log-probs over the updates of a step is farther from 0 than the limit",
@@ -385,7 +385,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "clip_share",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.4,
         unit: Share("tokens"),
         meaning: "the median share of clipped tokens over 5 steps is above the limit",
@@ -398,7 +398,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "entropy_collapse",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.01,
         unit: Amount("nats"),
         meaning: "the median entropy of the policy over 5 steps is below the limit, and below a tenth of its upper quartile in the first 16 steps",
@@ -411,7 +411,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "entropy_explosion",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 3.0,
         unit: Amount("times the first steps"),
         meaning: "the median entropy of the policy over 5 steps is above this multiple of its median in the first 16 steps, and more than 1 nat above it",
@@ -424,7 +424,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "length_collapse",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.25,
         unit: Amount("times the first steps"),
         meaning: "in 2 steps in a row the mean response length is below this multiple of its upper quartile in the first 16 steps, which is at least 4 tokens; also below 2 tokens if most of those responses were cut off",
@@ -437,7 +437,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "length_growth",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.25,
         unit: Share("responses"),
         meaning: "more than this share of the responses reaches the token limit, at least 0.2 more than in the first 16 steps, while their mean length has grown by half",
@@ -450,7 +450,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "reward_collapse",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 6.0,
         unit: Amount("deviations"),
         meaning: "the median reward of 5 steps is lower than that of the previous 16 to 60 steps by more than this many of their deviations (1.48 times the median absolute deviation; at least 2 % of their median or of 0.5)",
@@ -463,7 +463,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "reward_jump",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 8.0,
         unit: Amount("deviations"),
         meaning: "the median reward of 5 steps is higher than that of the previous 16 to 60 steps by more than this many of their deviations (as for `reward_collapse`)",
@@ -476,7 +476,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "blind_critic",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.0,
         unit: Amount("explained variance"),
         meaning: "the median explained variance of the values over 16 steps is below the limit, 48 steps into the run or later, and not 0.1 above that of the previous 16 steps",
@@ -489,7 +489,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "chosen_falls",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.2,
         unit: Amount("times the first steps"),
         meaning: "the median log-prob of chosen and of rejected answers over 8 steps has fallen by more than this multiple of its size in the first 16 steps, and by 4 deviations",
@@ -502,7 +502,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "kto_baseline",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 50.0,
         unit: Amount("nats"),
         meaning: "z₀ of KTO is above the limit",

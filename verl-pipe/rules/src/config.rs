@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::{RULES, Severity};
+use crate::{RULES, RuleSeverity};
 
 /// What a step recorded in full stores of the models' weights and optimiser state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -22,7 +22,7 @@ pub enum TraceWeights {
 #[serde(deny_unknown_fields, default)]
 pub struct RuleSetting {
     /// `off`, `warn` or `stop`; the rule's default when absent.
-    pub severity: Option<Severity>,
+    pub severity: Option<RuleSeverity>,
     /// Limit at which the rule fires, in the rule's unit, at least 0; the rule's default when absent.
     #[schemars(range(min = 0))]
     pub limit: Option<f64>,

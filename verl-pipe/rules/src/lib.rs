@@ -40,11 +40,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_words::batch::{Batch, RowId};
 use verl_words::resource::WeightsVersion;
+use verl_words::stage::{MetricRole, MetricRoles};
 
 use crate::format::Side;
 use crate::stats::StatRow;
-use verl_words::stage::MetricRole;
-use verl_words::stage::MetricRoles;
 
 pub use book::RuleBook;
 pub use book::{Fired, QUIET_STEPS};
@@ -60,7 +59,7 @@ pub const HISTORY_STEPS: usize = 64;
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
 )]
 #[serde(rename_all = "snake_case")]
-pub enum Severity {
+pub enum RuleSeverity {
     /// Nothing.
     Off,
     /// A line on the console and in `trace/anomalies.jsonl`; the flight recorder is written.
@@ -182,8 +181,8 @@ pub trait Rule: Send {
     /// Its unique name.
     fn name(&self) -> &str;
     /// What it does when it fires, unless a setting overrides it.
-    fn severity(&self) -> Severity {
-        Severity::Warn
+    fn severity(&self) -> RuleSeverity {
+        RuleSeverity::Warn
     }
     /// Limit at which it fires, unless a setting overrides it.
     fn limit(&self) -> f64 {
@@ -196,7 +195,7 @@ pub trait Rule: Send {
         ""
     }
     /// Names of rules whose findings imply this one's: it reports nothing in a step in which one of them matches,
-    /// unless its severity is [`Severity::Stop`].
+    /// unless its severity is [`RuleSeverity::Stop`].
     fn follows_from(&self) -> &[&str] {
         &[]
     }
@@ -216,7 +215,7 @@ pub struct RuleDecl {
     /// Its name, unique among all rules.
     pub name: String,
     /// What it does when it fires, unless a setting overrides it.
-    pub severity: Severity,
+    pub severity: RuleSeverity,
     /// Limit at which it fires, unless a setting overrides it.
     pub limit: f64,
     /// Builds the rule.
@@ -253,8 +252,8 @@ pub struct Anomaly {
     pub format: u32,
     /// Name of the rule.
     pub rule: String,
-    /// Severity of the rule.
-    pub severity: Severity,
+    /// RuleSeverity of the rule.
+    pub severity: RuleSeverity,
     /// Step of the run.
     pub step: u64,
     /// Name of the stage, or group of the metric.

@@ -1,10 +1,11 @@
 //! Rules on the metrics of a step, mainly of optimisation; those that compare with the first steps are in `trends`.
 
+use verl_words::stage::MetricRole;
+
 use super::built_in::KLS;
 use super::robust::{median, percent, shown, times};
 use super::trends::baseline;
 use super::{Hit, MetricsView};
-use verl_words::stage::MetricRole;
 
 /// Fewest steps of history that a spike is measured against.
 const SPIKE_HISTORY: usize = 8;

@@ -9,9 +9,9 @@ fn page(name: &str) -> String {
 
 fn severity(rule: &BuiltIn) -> &'static str {
     match rule.severity {
-        Severity::Off => "off",
-        Severity::Warn => "warn",
-        Severity::Stop => "stop",
+        RuleSeverity::Off => "off",
+        RuleSeverity::Warn => "warn",
+        RuleSeverity::Stop => "stop",
     }
 }
 

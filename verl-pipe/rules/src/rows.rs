@@ -6,6 +6,7 @@ use arrow_array::cast::AsArray;
 use arrow_array::types::{Float32Type, UInt8Type, UInt32Type};
 use arrow_array::{Array, ArrayRef};
 use arrow_buffer::ScalarBuffer;
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::batch::{Batch, RowId};
 use verl_words::keys::{ADVANTAGES, FINISH_REASONS, MASK_KINDS, RESPONSES, REWARDS, finish, mask};
 use xxhash_rust::xxh3::xxh3_64;

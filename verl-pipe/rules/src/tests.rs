@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use verl_words::batch::RaggedColumn;
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::keys::{ADVANTAGES, FINISH_REASONS, MASK_KINDS, RESPONSES, REWARDS};
 
 use super::*;
@@ -163,8 +164,8 @@ impl Series {
 }
 
 #[track_caller]
-fn check(found: &[Anomaly], expected: &[(&str, Severity, &[&str])]) {
-    let found: Vec<(&str, Severity, Vec<&str>)> = found
+fn check(found: &[Anomaly], expected: &[(&str, RuleSeverity, &[&str])]) {
+    let found: Vec<(&str, RuleSeverity, Vec<&str>)> = found
         .iter()
         .map(|a| {
             let samples = a.samples.iter().map(String::as_str).collect();
@@ -190,7 +191,7 @@ fn values_that_are_not_finite_stop_unless_they_are_observations() {
     };
     check(&with([0.0, 1.0]), &[]);
     let found = with([0.0, f32::INFINITY]);
-    check(&found, &[("non_finite", Severity::Stop, &["0.0#1"])]);
+    check(&found, &[("non_finite", RuleSeverity::Stop, &["0.0#1"])]);
     let message = found[0].to_string();
     for part in [
         "step 3",
@@ -206,7 +207,7 @@ fn values_that_are_not_finite_stop_unless_they_are_observations() {
 #[test]
 fn rewards_advantages_and_lengths() {
     let mut batch = Batch::with_rows(&ids(8));
-    let warn = Severity::Warn;
+    let warn = RuleSeverity::Warn;
     let mut of = |rewards: [f32; 8]| {
         batch.put(&REWARDS, rewards.to_vec()).expect("eight rows");
         of_step(&batch, |_| ())
@@ -286,7 +287,7 @@ fn advantages_of_0_are_reported_unless_they_follow_from_equal_rewards() {
     assert_eq!(rules(&batch), ["constant_reward"]);
     // The same if the cause is turned off.
     let off = RuleSetting {
-        severity: Some(Severity::Off),
+        severity: Some(RuleSeverity::Off),
         limit: None,
     };
     let settings = BTreeMap::from([("constant_reward".to_owned(), off)]);
@@ -450,9 +451,12 @@ fn rules_are_tuned_turned_off_and_added() {
     let settings = BTreeMap::from([
         (
             "always".to_owned(),
-            setting(Some(Severity::Stop), Some(7.0)),
+            setting(Some(RuleSeverity::Stop), Some(7.0)),
         ),
-        ("kl_blow_up".to_owned(), setting(Some(Severity::Off), None)),
+        (
+            "kl_blow_up".to_owned(),
+            setting(Some(RuleSeverity::Off), None),
+        ),
         ("large_update".to_owned(), setting(None, Some(0.5))),
     ]);
     let mut book = RuleBook::new(vec![Box::new(Always)], &settings);
@@ -472,7 +476,10 @@ fn rules_are_tuned_turned_off_and_added() {
         limits: &BTreeMap::new(),
     };
     let found = book.before_update(&view, &|_| String::new());
-    assert_eq!((found[0].severity, found[0].limit), (Severity::Stop, 7.0));
+    assert_eq!(
+        (found[0].severity, found[0].limit),
+        (RuleSeverity::Stop, 7.0)
+    );
     let line = serde_json::to_string(&found[0]).expect("prints");
     assert_eq!(
         serde_json::from_str::<Anomaly>(&line).expect("reads"),

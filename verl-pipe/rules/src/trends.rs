@@ -1,9 +1,10 @@
 //! Rules that compare the latest steps with the first steps of the run, or with earlier ones.
 
+use verl_words::stage::MetricRole;
+
 use super::metrics::{RECENT, metrics};
 use super::robust::{deviation, median, percent, shown, times};
 use super::{EARLY_STEPS, Hit, MetricsView};
-use verl_words::stage::MetricRole;
 
 /// If more than this share of the responses is cut off, their length reflects the limit.
 const MOST_CUT: f64 = 0.5;

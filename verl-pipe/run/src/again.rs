@@ -43,7 +43,7 @@ impl Run {
         let mut emitted = Vec::new();
         while let Some(unit) = units.pop_front() {
             let rows = unit.num_rows().max(1) as u32;
-            let own = self.schedule.plan.stages[stage].spec.deadline;
+            let own = self.schedule.plan().stages()[stage].spec().deadline;
             let deadline = own.map_or(self.deadline, |own| own.saturating_mul(rows));
             match self.call_isolated(stage, &env, place.wave, unit.clone(), deadline) {
                 Ok(output) => emitted.extend(output.batches),

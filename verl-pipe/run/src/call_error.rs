@@ -16,13 +16,13 @@ pub(super) fn call_error(
     rows: String,
     failure: CallFailure,
 ) -> RunError {
-    let stage = schedule.plan.stages[index].name.clone();
+    let stage = schedule.plan().stages()[index].name().to_owned();
     let message = match &failure {
         CallFailure::Error(StageError::Cancelled) => return RunError::Cancelled { step },
         CallFailure::Error(source) => source.to_string(),
         CallFailure::Panic(message) => message.clone(),
     };
-    if let Place::Group(group) = schedule.places[index] {
+    if let Place::Group(group) = schedule.places()[index] {
         let during = format!("step {step}, stage `{stage}`, {rows}");
         if let Some(full) = out_of_memory(schedule, group, Some(index), during, &message) {
             return full;
@@ -53,11 +53,11 @@ pub(super) fn out_of_memory(
     during: String,
     message: &str,
 ) -> Option<RunError> {
-    let plan = &schedule.plan;
-    let mut models = plan.pipe.models.iter();
+    let plan = schedule.plan();
+    let mut models = plan.pipe().models.iter();
     let shortage = models.find_map(|model| model.factory.shortage(message))?;
     let memory = plan.memory();
-    let stage = stage.map(|index| plan.stages[index].name.as_str());
+    let stage = stage.map(|index| plan.stages()[index].name());
     let own = memory
         .work
         .iter()
@@ -71,7 +71,7 @@ pub(super) fn out_of_memory(
     });
     Some(RunError::OutOfMemory(Box::new(FullDevice {
         during,
-        device: schedule.groups[group].name.clone(),
+        device: schedule.groups()[group].name.clone(),
         asked: shortage.asked.map(bytes),
         planned: memory.breakdown(work),
         help: format!("{first}{}", memory.advice(work)),

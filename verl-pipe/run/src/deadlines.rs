@@ -27,7 +27,7 @@ impl Run {
 
     /// Deadline of the unit that a host call is processing, if the stage has one.
     pub(super) fn unit_deadline(&self, flight: &InFlight) -> Option<Duration> {
-        let deadline = self.schedule.plan.stages[flight.id.0].spec.deadline?;
+        let deadline = self.schedule.plan().stages()[flight.id.0].spec().deadline?;
         let host = flight.host.as_ref()?;
         let unit = host.units.get(host.cell.lock().finished.len())?;
         Some(deadline.saturating_mul(unit.num_rows().max(1) as u32))
@@ -99,14 +99,14 @@ impl Run {
         (waited > deadline).then_some((waited, deadline))
     }
 
-    pub(super) fn deadline_error(
+    pub fn deadline_error(
         &self,
         progress: &Progress,
         flight: &InFlight,
         waited: Duration,
         deadline: Duration,
     ) -> RunError {
-        let keys: Vec<&str> = self.schedule.wiring.stages[flight.id.0]
+        let keys: Vec<&str> = self.schedule.wiring().stages[flight.id.0]
             .outputs
             .iter()
             .map(|out| out.local.as_str())

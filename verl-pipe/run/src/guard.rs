@@ -6,6 +6,7 @@ use arrow_array::cast::AsArray;
 use arrow_array::types::{Float32Type, Float64Type};
 use arrow_array::{Array, ArrayRef, ListArray};
 use verl_plan::schedule::wiring::{OutputColumn, StageWires, ragged_dim};
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::batch::{Batch, RowId};
 use verl_words::keys::mask;
 

@@ -19,7 +19,7 @@ use crate::worker::start_stage;
 impl Run {
     /// The calls that a slice is split into: its rows or groups if the stage has a deadline, otherwise a single call.
     pub(super) fn units(&self, stage: usize, input: &Batch) -> Vec<Batch> {
-        let spec = &self.schedule.plan.stages[stage].spec;
+        let spec = self.schedule.plan().stages()[stage].spec();
         if spec.deadline.is_some() {
             self.atoms(stage, input)
         } else {
@@ -28,7 +28,7 @@ impl Run {
     }
 
     pub(super) fn atoms(&self, stage: usize, input: &Batch) -> Vec<Batch> {
-        match self.schedule.plan.stages[stage].spec.cardinality {
+        match self.schedule.plan().stages()[stage].spec().cardinality {
             Cardinality::Row if input.num_rows() > 1 => input.split(1),
             Cardinality::Group => input
                 .group_ranges()
@@ -53,15 +53,15 @@ impl Run {
             reason: "it cannot be copied, although it could be copied before".to_owned(),
         })?;
         let call = self.new_call();
-        let planned = &self.schedule.plan.stages[id.0];
+        let planned = &self.schedule.plan().stages()[id.0];
         let cell = Arc::new(Cell::default());
         self.pool.submit(HostJob {
             call,
-            name: planned.name.as_str().into(),
+            name: planned.name().into(),
             stage,
             units: units.clone(),
             wave: progress.state.wave(id),
-            stream: matches!(planned.spec.rows, RowRule::Source | RowRule::Expand(_)),
+            stream: matches!(planned.spec().rows, RowRule::Source | RowRule::Expand(_)),
             env: progress.env.clone(),
             cell: cell.clone(),
         });
@@ -132,7 +132,7 @@ impl Run {
         let lost_object = stage.is_none();
         self.return_object(id.0, stage)?;
         let mut rest = units.into_iter();
-        let deadline = self.schedule.plan.stages[id.0].spec.deadline;
+        let deadline = self.schedule.plan().stages()[id.0].spec().deadline;
         for result in finished {
             let Some(unit) = rest.next() else { break };
             if let Some(deadline) = deadline {
@@ -141,7 +141,7 @@ impl Run {
             }
             for batch in &result.batches {
                 if self.schedule.tolerates_row_errors(id.0) {
-                    let written = self.schedule.wiring.stages[id.0].outputs.iter();
+                    let written = self.schedule.wiring().stages[id.0].outputs.iter();
                     let written = written.map(|out| out.local.as_str());
                     progress.rows.count_nulls(id.0, batch, written);
                 }

@@ -57,7 +57,7 @@ impl Run {
     }
 
     fn updated_by(&self, stage: usize) -> impl Iterator<Item = &str> {
-        let models = self.schedule.plan.stages[stage].spec.models.iter();
+        let models = self.schedule.plan().stages()[stage].spec().models.iter();
         models
             .filter(|(_, access)| *access == Access::Update)
             .map(|(name, _)| name.as_str())

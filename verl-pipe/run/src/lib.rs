@@ -6,6 +6,7 @@
 //! A run shows its batches to a [`Tap`](tap::Tap) and knows neither who records them nor the run folder.
 
 pub mod again;
+pub mod atomic_file;
 mod call_error;
 pub(crate) mod channel;
 pub mod convert;

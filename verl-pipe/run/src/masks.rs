@@ -4,20 +4,21 @@ use arrow_array::cast::AsArray;
 use arrow_array::types::UInt8Type;
 use arrow_array::{Array, ArrayRef};
 use verl_words::batch::Batch;
+use verl_words::batch::arrow::ArrowBatch;
 
 use crate::step::StepState;
 use crate::table::{AncestorRows, Ancestors, up};
 
 impl StepState {
     /// Mask kinds of row `row` in the batch that `stage` emits; the row is at `position` of the stage's table.
-    pub(super) fn mask_kinds(
+    pub fn mask_kinds(
         &self,
         stage: usize,
         batch: &Batch,
         position: usize,
         row: usize,
     ) -> Option<Vec<u8>> {
-        let mask = self.schedule.wiring.stages[stage].mask.as_ref()?;
+        let mask = self.schedule.wiring().stages[stage].mask.as_ref()?;
         if mask.writer == stage {
             return kinds_of(batch.column(&mask.local)?, row);
         }

@@ -4,15 +4,11 @@ use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
-use verl_words::stage::MetricRoles;
-use verl_words::stage::Reduce;
+use verl_plan::Plan;
+use verl_words::stage::{MetricRole, MetricRoles, Reduce};
 
 use crate::channel::Record;
-use crate::records::ENGINE_METRICS;
-use crate::records::MetricsLine;
-use crate::records::of_stage;
-use verl_plan::Plan;
-use verl_words::stage::MetricRole;
+use crate::records::{ENGINE_METRICS, MetricsLine, of_stage};
 
 /// Tokens that stages processed, recorded by stages as a sum; the engine divides it by the duration of the step.
 pub const TOKENS: &str = "perf/tokens";

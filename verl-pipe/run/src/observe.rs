@@ -32,16 +32,16 @@ impl Run {
     }
 
     fn observers(&self, step: u64) -> Vec<usize> {
-        let steps = self.schedule.plan.context.steps;
+        let steps = self.schedule.plan().context().steps;
         let due = |cadence| match cadence {
             Cadence::Step => false,
             Cadence::Observer { every } => {
                 step == 0 || step == steps || (every > 0 && step.is_multiple_of(every))
             }
         };
-        let stages = self.schedule.plan.stages.iter().enumerate();
+        let stages = self.schedule.plan().stages().iter().enumerate();
         stages
-            .filter(|(_, stage)| due(stage.spec.cadence))
+            .filter(|(_, stage)| due(stage.spec().cadence))
             .map(|(index, _)| index)
             .collect()
     }
@@ -122,7 +122,7 @@ impl Run {
         let call = self.new_call();
         let cell = Arc::new(Cell::default());
         let rows = describe_rows(&input);
-        match self.schedule.places[stage] {
+        match self.schedule.places()[stage] {
             Place::Group(_) => {
                 self.worker.call(DeviceCall {
                     call,
@@ -210,7 +210,7 @@ impl Run {
                 env.cancel.cancel();
                 cancelled_at = Some(Instant::now());
             }
-            let on_host = self.schedule.places[stage] == Place::Host;
+            let on_host = self.schedule.places()[stage] == Place::Host;
             let abandoned = on_host && cancelled_at.is_some_and(|at: Instant| at.elapsed() > GRACE);
             if since.elapsed() > deadline || abandoned {
                 self.abandon_isolated(stage, cell)?;
@@ -231,7 +231,7 @@ impl Run {
 
     /// Abandons an isolated call.
     fn abandon_isolated(&mut self, stage: usize, cell: &Cell) -> Result<(), RunError> {
-        if self.schedule.places[stage] != Place::Host {
+        if self.schedule.places()[stage] != Place::Host {
             self.worker.abandoned = true;
             return Ok(());
         }

@@ -7,8 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use verl_words::data::DataLoaderInterface;
 use verl_words::resource::CpuKernels;
-use verl_words::stage::MetricRole;
-use verl_words::stage::{Metric, Reduce};
+use verl_words::stage::{Metric, MetricRole, Reduce};
 
 /// State of a run, as recorded in `status.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]

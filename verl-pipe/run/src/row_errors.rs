@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arrow_array::Array;
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::batch::{Batch, BatchError, RowId};
 use verl_words::stage::{Cadence, StageError};
 
@@ -219,7 +220,7 @@ impl Run {
             }
             of_stage.checked = true;
             let failed = of_stage.lost.len();
-            let limit = self.schedule.plan.pipe.run.max_failed_share;
+            let limit = self.schedule.plan().pipe().run.max_failed_share;
             let all = failed >= taken;
             if !all && failed as f64 <= limit * taken as f64 {
                 continue;
@@ -280,9 +281,9 @@ impl Run {
 
     /// Stages that update a model as part of a step.
     pub(super) fn updates_of_step(&self) -> impl Iterator<Item = usize> + '_ {
-        let stages = self.schedule.plan.stages.iter().enumerate();
+        let stages = self.schedule.plan().stages().iter().enumerate();
         stages
-            .filter(|(index, stage)| stage.spec.cadence == Cadence::Step && self.updates(*index))
+            .filter(|(index, stage)| stage.spec().cadence == Cadence::Step && self.updates(*index))
             .map(|(index, _)| index)
     }
 

@@ -9,8 +9,7 @@ use serde_json::Value;
 use verl_plan::schedule::placement::{Place, Schedule};
 use verl_words::batch::Batch;
 use verl_words::data::DataLoaderInterface;
-use verl_words::stage::MetricRoles;
-use verl_words::stage::{Access, CancelToken};
+use verl_words::stage::{Access, CancelToken, MetricRoles};
 
 use crate::channel::{CallEnv, CallFailure, CallReport, Event};
 use crate::error::RunError;
@@ -201,8 +200,8 @@ impl Run {
     pub(super) fn env(&self, step: u64) -> Arc<CallEnv> {
         Arc::new(CallEnv {
             step,
-            steps: self.schedule.plan.context.steps,
-            seed: self.schedule.plan.context.seed,
+            steps: self.schedule.plan().context().steps,
+            seed: self.schedule.plan().context().seed,
             cancel: CancelToken::default(),
             deadline: self.deadline,
         })
@@ -310,12 +309,12 @@ impl Run {
     }
 
     pub(super) fn updates(&self, stage: usize) -> bool {
-        let models = &self.schedule.plan.stages[stage].spec.models;
+        let models = &self.schedule.plan().stages()[stage].spec().models;
         models.iter().any(|(_, access)| *access == Access::Update)
     }
 
     pub(super) fn name(&self, stage: usize) -> &str {
-        &self.schedule.plan.stages[stage].name
+        self.schedule.plan().stages()[stage].name()
     }
 
     pub(super) fn new_call(&mut self) -> u64 {
@@ -431,7 +430,7 @@ impl Run {
                 .or_default() += report.seconds;
         }
         for stage in
-            (0..self.schedule.places.len()).filter(|s| self.schedule.tolerates_row_errors(*s))
+            (0..self.schedule.places().len()).filter(|s| self.schedule.tolerates_row_errors(*s))
         {
             let rows = progress.rows.num_lost(stage);
             values.insert(of_stage(&ROW_ERRORS, self.name(stage)), rows as f64);

@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 use verl_plan::Plan;
 use verl_plan::schedule::placement::Schedule;
 use verl_plan::schedule::wiring::{Hop, path};
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::batch::{Batch, RowId};
 use verl_words::field::{Key, Ragged, Text};
 use verl_words::keys::{
@@ -51,16 +52,16 @@ struct SampledColumn {
 impl SampledRows {
     /// Looks the keys up in a placed pipeline.
     pub(crate) fn of(schedule: &Schedule) -> SampledRows {
-        let plan = &schedule.plan;
+        let plan = schedule.plan();
         let found: Vec<(&'static str, usize, usize, usize)> = KEYS
             .into_iter()
             .filter_map(|key| {
                 let (stage, column) = writer(plan, key)?;
-                Some((key, stage, column, plan.stages[stage].table_out?))
+                Some((key, stage, column, plan.stages()[stage].table_out()?))
             })
             .collect();
         let depth = |table: usize| {
-            let up = |table: &usize| plan.tables[*table].parent;
+            let up = |table: &usize| plan.tables()[*table].parent;
             std::iter::successors(Some(table), up).count()
         };
         let tables = found.iter().map(|(.., table)| *table);
@@ -86,11 +87,11 @@ impl SampledRows {
 /// The stage and column that write the pipeline's key `key`; otherwise the first that writes it under another name.
 fn writer(plan: &Plan, key: &str) -> Option<(usize, usize)> {
     let find = |wanted: &dyn Fn(&str, &str) -> bool| {
-        let mut stages = plan.stages.iter().enumerate();
+        let mut stages = plan.stages().iter().enumerate();
         stages.find_map(|(index, stage)| {
-            let mut writes = stage.spec.writes.iter();
+            let mut writes = stage.spec().writes.iter();
             let column = writes.position(|field| wanted(&field.name, stage.key(&field.name)))?;
-            (stage.spec.cadence == Cadence::Step).then_some((index, column))
+            (stage.spec().cadence == Cadence::Step).then_some((index, column))
         })
     };
     find(&|_, name| name == key).or_else(|| find(&|own, _| own == key))
@@ -99,7 +100,7 @@ fn writer(plan: &Plan, key: &str) -> Option<(usize, usize)> {
 impl Run {
     /// `samples_per_step` rows of a completed step, spread evenly over its rows.
     pub(super) fn sample_rows(&mut self, progress: &Progress) -> Vec<Value> {
-        let wanted = self.schedule.plan.pipe.run.samples_per_step;
+        let wanted = self.schedule.plan().pipe().run.samples_per_step;
         if wanted == 0 || self.sampled.columns.is_empty() {
             return Vec::new();
         }

@@ -25,7 +25,7 @@ impl StepState {
         if self.stages[stage].all_cut {
             return;
         }
-        if self.schedule.plan.stages[stage].spec.cardinality == Cardinality::Batch {
+        if self.schedule.plan().stages()[stage].spec().cardinality == Cardinality::Batch {
             if ended {
                 self.push_slice(stage, 0..known);
             }
@@ -41,12 +41,12 @@ impl StepState {
     /// Cuts the uncut rows before `end`. If those rows are `complete`, all of them are cut, including a short last
     /// slice.
     fn cut_until(&mut self, stage: usize, table: usize, end: usize, complete: bool) {
-        let size = self.schedule.slice_rows[stage].max(1);
+        let size = self.schedule.slice_rows()[stage].max(1);
         let start = self.stages[stage].cut;
         if end <= start {
             return;
         }
-        if self.schedule.plan.stages[stage].spec.cardinality == Cardinality::Group {
+        if self.schedule.plan().stages()[stage].spec().cardinality == Cardinality::Group {
             for cut in complete_groups(&self.tables[table].ids()[start..end], size, complete) {
                 self.push_slice(stage, start + cut.start..start + cut.end);
             }
@@ -63,7 +63,7 @@ impl StepState {
 
     /// Adds a slice. An empty slice is added only for a stage that takes no rows.
     pub(super) fn push_slice(&mut self, stage: usize, rows: Range<usize>) {
-        let takes_rows = self.schedule.plan.stages[stage].table_in.is_some();
+        let takes_rows = self.schedule.plan().stages()[stage].table_in().is_some();
         let state = &mut self.stages[stage];
         state.cut = rows.end;
         if rows.is_empty() && takes_rows {
@@ -85,10 +85,10 @@ impl StepState {
         }
     }
 
-    pub(super) fn wake_readers(&mut self, writer: usize, runs: &[Range<usize>]) {
+    pub fn wake_readers(&mut self, writer: usize, runs: &[Range<usize>]) {
         let schedule = self.schedule.clone();
-        for reader in &schedule.wiring.stages[writer].readers {
-            let wires = &schedule.wiring.stages[*reader];
+        for reader in &schedule.wiring().stages[writer].readers {
+            let wires = &schedule.wiring().stages[*reader];
             let Some(source) = wires.sources.iter().find(|s| s.writer == writer) else {
                 continue;
             };
@@ -115,7 +115,7 @@ impl StepState {
             return;
         }
         self.stages[stage].slices[slice].phase = Phase::Ready;
-        let ready = match self.schedule.places[stage] {
+        let ready = match self.schedule.places()[stage] {
             Place::Host => &mut self.ready_host,
             Place::Group(_) => &mut self.ready_device,
         };
@@ -137,8 +137,8 @@ impl StepState {
     }
 
     /// The first source and row that the slice is missing, if any.
-    pub(super) fn first_missing(&self, stage: usize, slice: usize) -> Option<(usize, usize)> {
-        let sources = &self.schedule.wiring.stages[stage].sources;
+    pub fn first_missing(&self, stage: usize, slice: usize) -> Option<(usize, usize)> {
+        let sources = &self.schedule.wiring().stages[stage].sources;
         let slice = &self.stages[stage].slices[slice];
         let (first, mut row) = slice.resume_at;
         for (at, source) in sources.iter().enumerate().skip(first) {
@@ -155,10 +155,10 @@ impl StepState {
 
     /// One line for each unfinished stage, stating what it waits for.
     pub(crate) fn waits(&self) -> String {
-        let plan = &self.schedule.plan;
+        let plan = self.schedule.plan();
         let mut lines = Vec::new();
         for (index, state) in self.stages.iter().enumerate().filter(|(_, s)| !s.done) {
-            let name = &plan.stages[index].name;
+            let name = plan.stages()[index].name();
             let waiting = state.slices.iter().position(|s| s.phase == Phase::Waiting);
             let what = match waiting {
                 _ if state.waits_for > 0 => {
@@ -175,8 +175,8 @@ impl StepState {
         lines.join("\n")
     }
 
-    pub(super) fn describe_wait(&self, stage: usize, slice: usize) -> String {
-        let wires = &self.schedule.wiring.stages[stage];
+    pub fn describe_wait(&self, stage: usize, slice: usize) -> String {
+        let wires = &self.schedule.wiring().stages[stage];
         let rows = &self.stages[stage].slices[slice].rows;
         let Some((at, row)) = self.first_missing(stage, slice) else {
             return format!("its turn with rows {}..{}", rows.start, rows.end);
@@ -187,7 +187,7 @@ impl StepState {
             .filter(|i| i.source == at)
             .map(|i| i.key.as_str())
             .collect();
-        let writer = &self.schedule.plan.stages[wires.sources[at].writer].name;
+        let writer = self.schedule.plan().stages()[wires.sources[at].writer].name();
         format!(
             "{} of row {row} (rows {}..{}) from `{writer}`",
             keys.join(", "),

@@ -1,10 +1,9 @@
 //! Disk space of a run: the space that its models need at the end is reserved from everything else that it writes.
 
-use std::fmt;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::{fmt, io};
 
 use verl_plan::display::bytes;
 use verl_plan::{Plan, PlannedModel};
@@ -94,9 +93,9 @@ impl Room {
 
     /// Updates the space that lines need after step `step`: fewer steps remain.
     pub fn step_done(&self, step: u64, plan: &Plan) {
-        let samples = plan.pipe.run.samples_per_step as u64;
+        let samples = plan.pipe().run.samples_per_step as u64;
         let of_step = METRICS_LINE.saturating_add(samples.saturating_mul(SAMPLE_LINE));
-        let left = plan.context.steps.saturating_sub(step);
+        let left = plan.context().steps.saturating_sub(step);
         let lines = left.saturating_mul(of_step).saturating_add(LAST_LINES);
         self.0.lines.store(lines, Ordering::Relaxed);
     }
@@ -165,8 +164,8 @@ impl Room {
 
 /// Models that a plan saves at the end: those listed in the setting `run.save`, by default those that a stage updates.
 pub fn saved_models(plan: &Plan) -> impl Iterator<Item = &PlannedModel> {
-    let named = plan.pipe.run.save.as_ref();
-    plan.models.iter().filter(move |model| match named {
+    let named = plan.pipe().run.save.as_ref();
+    plan.models().iter().filter(move |model| match named {
         Some(named) => named.contains(&model.name),
         None => !model.updaters.is_empty(),
     })

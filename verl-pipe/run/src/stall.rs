@@ -4,9 +4,11 @@ use std::fmt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use verl_plan::schedule::placement::Place;
+
+use crate::atomic_file::AtomicFile;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_plan::schedule::placement::Place;
 
 use crate::error::RunError;
 use crate::host_calls::describe_rows;
@@ -73,9 +75,10 @@ impl StallReport {
     }
 
     fn write(&self, run_dir: &Path) -> std::io::Result<()> {
-        let aside = run_dir.join(format!(".{STALL_FILE}.partial"));
-        std::fs::write(&aside, serde_json::to_vec_pretty(self)?)?;
-        std::fs::rename(&aside, run_dir.join(STALL_FILE))
+        let content = serde_json::to_vec_pretty(self)?;
+        let file = AtomicFile::with(&run_dir.join(STALL_FILE), &content);
+        file.and_then(AtomicFile::replace)
+            .map_err(|error| error.source)
     }
 }
 
@@ -148,10 +151,10 @@ impl StepState {
         state: &crate::step::StageState,
         quiet_s: f64,
     ) -> Option<PendingEdge> {
-        let plan = &self.schedule.plan;
-        let planned = &plan.stages[stage];
+        let plan = self.schedule.plan();
+        let planned = &plan.stages()[stage];
         let edge = |keys, samples: String, on: String| PendingEdge {
-            stage: planned.name.clone(),
+            stage: planned.name().to_owned(),
             keys,
             samples,
             waited_s: quiet_s,
@@ -159,23 +162,23 @@ impl StepState {
             on,
         };
         let unfinished = |index: &&usize| !self.stages[**index].done;
-        if let Some(before) = planned.after.iter().find(unfinished) {
-            let on = format!("the end of `{}`", plan.stages[*before].name);
+        if let Some(before) = planned.after().iter().find(unfinished) {
+            let on = format!("the end of `{}`", plan.stages()[*before].name());
             return Some(edge(Vec::new(), "all rows".to_owned(), on));
         }
         let waiting = |slice: &crate::step::Slice| slice.phase == Phase::Waiting;
         let Some(slice) = state.slices.iter().position(waiting) else {
-            let table = planned.table_in.filter(|_| !state.all_cut)?;
-            let maker = &plan.stages[plan.tables[table].made_by].name;
+            let table = planned.table_in().filter(|_| !state.all_cut)?;
+            let maker = plan.stages()[plan.tables()[table].made_by].name();
             let rows = "rows that are not known yet".to_owned();
             return Some(edge(Vec::new(), rows, format!("further rows of `{maker}`")));
         };
         let (at, row) = self.first_missing(stage, slice)?;
-        let wires = &self.schedule.wiring.stages[stage];
+        let wires = &self.schedule.wiring().stages[stage];
         let inputs = wires.inputs.iter().filter(|input| input.source == at);
         let rows = &state.slices[slice].rows;
         let id = planned
-            .table_in
+            .table_in()
             .and_then(|table| self.tables[table].ids().get(row));
         let first = id.map_or_else(String::new, |id| {
             format!(
@@ -183,7 +186,7 @@ impl StepState {
                 verl_words::batch::RowId(*id).in_words()
             )
         });
-        let on = format!("`{}`", plan.stages[wires.sources[at].writer].name);
+        let on = format!("`{}`", plan.stages()[wires.sources[at].writer].name());
         Some(edge(
             inputs.map(|input| input.key.clone()).collect(),
             format!("rows {}..{}{first}", rows.start, rows.end),
@@ -195,9 +198,9 @@ impl StepState {
 impl Run {
     /// Where a stage runs, as text.
     pub(super) fn place_name(&self, stage: usize) -> String {
-        match self.schedule.places[stage] {
+        match self.schedule.places()[stage] {
             Place::Host => "the host pool".to_owned(),
-            Place::Group(_) => format!("device group {}", self.schedule.groups[0].name),
+            Place::Group(_) => format!("device group {}", self.schedule.groups()[0].name),
         }
     }
 
@@ -208,7 +211,7 @@ impl Run {
         flights.sort_by_key(|(call, _)| **call);
         let running = flights.into_iter().map(|(_, flight)| {
             let stage = flight.id.0;
-            let planned = &self.schedule.plan.stages[stage];
+            let planned = &self.schedule.plan().stages()[stage];
             let (unit, since) = match &flight.host {
                 Some(host) => {
                     let cell = host.cell.lock();
@@ -216,9 +219,9 @@ impl Run {
                 }
                 None => (None, Some(flight.since)),
             };
-            let writes = planned.spec.writes.iter();
+            let writes = planned.spec().writes.iter();
             PendingEdge {
-                stage: planned.name.clone(),
+                stage: planned.name().to_owned(),
                 keys: writes
                     .map(|field| planned.key(&field.name).to_owned())
                     .collect(),
@@ -245,7 +248,7 @@ impl Run {
     /// Records an event of `call`: a reported wait is over.
     pub(super) fn note_event(&mut self, progress: &mut Progress, call: u64) {
         if let Some(flight) = progress.in_flight.get(&call) {
-            let stage = &self.schedule.plan.stages[flight.id.0].name;
+            let stage = self.schedule.plan().stages()[flight.id.0].name();
             self.thresholds.record(stage, quiet_time(progress, flight));
         }
         progress.last_event = Instant::now();
@@ -260,7 +263,7 @@ impl Run {
     /// the same stage.
     pub(super) fn report_if_quiet(&self, progress: &mut Progress) {
         let is_long = |flight: &InFlight| {
-            let stage = &self.schedule.plan.stages[flight.id.0].name;
+            let stage = self.schedule.plan().stages()[flight.id.0].name();
             quiet_time(progress, flight) >= self.thresholds.of(stage)
         };
         if progress.reported || !progress.in_flight.values().any(is_long) {

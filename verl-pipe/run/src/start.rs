@@ -68,14 +68,14 @@ impl Run {
     /// When data, a model or a stage cannot be opened, loaded or started.
     pub fn start(schedule: Schedule, options: RunOptions) -> Result<Run, RunError> {
         let schedule = Arc::new(schedule);
-        let plan = &schedule.plan;
+        let plan = schedule.plan();
         let mut data: BTreeMap<String, Arc<dyn DataLoaderInterface>> = BTreeMap::new();
-        for decl in &plan.pipe.data {
-            if let Some(opened) = plan.opened.get(&decl.name) {
+        for decl in &plan.pipe().data {
+            if let Some(opened) = plan.opened().get(&decl.name) {
                 data.insert(decl.name.clone(), opened.clone());
                 continue;
             }
-            let opened = (decl.open)(&plan.context);
+            let opened = (decl.open)(plan.context());
             let opened = opened.map_err(|source| RunError::Data {
                 name: decl.name.clone(),
                 source: Box::new(source),
@@ -83,7 +83,7 @@ impl Run {
             data.insert(decl.name.clone(), opened);
         }
         let data = Arc::new(data);
-        let deadline = seconds(plan.pipe.run.stage_deadline_s);
+        let deadline = seconds(plan.pipe().run.stage_deadline_s);
         let (device_sender, device_events) = bounded(options.backlog.max(1));
         let (host_sender, host_events) = unbounded();
         let worker = Worker::start(schedule.clone(), 0, data.clone(), device_sender, deadline)?;
@@ -92,7 +92,7 @@ impl Run {
         for index in schedule.stages_at(Place::Host) {
             hosts.insert(index, HostStage::start(&schedule, index, &data)?);
         }
-        let in_order = (0..plan.stages.len())
+        let in_order = (0..plan.stages().len())
             .map(|index| {
                 hosts
                     .get(&index)
@@ -148,7 +148,7 @@ impl HostStage {
     ) -> Result<HostStage, RunError> {
         let mut stage = start_stage(schedule, index, data, &mut Models::new())?;
         let has_state = stage.snapshot().is_ok_and(|state| state.is_some());
-        let spec = &schedule.plan.stages[index].spec;
+        let spec = schedule.plan().stages()[index].spec();
         let concurrent = matches!(spec.cardinality, Cardinality::Row | Cardinality::Group)
             && matches!(
                 spec.rows,

@@ -226,7 +226,7 @@ impl Run {
             pending: "its state at the start".to_owned(),
             on: match place {
                 Place::Host => "the run's own thread".to_owned(),
-                Place::Group(_) => format!("device group {}", self.schedule().groups[0].name),
+                Place::Group(_) => format!("device group {}", self.schedule().groups()[0].name),
             },
             deadline: self.deadline,
         });
@@ -253,10 +253,10 @@ impl Run {
 
     fn stage_names(&self) -> Vec<String> {
         self.schedule()
-            .plan
-            .stages
+            .plan()
+            .stages()
             .iter()
-            .map(|stage| stage.name.clone())
+            .map(|stage| stage.name().to_owned())
             .collect()
     }
 }

@@ -17,6 +17,7 @@ use std::sync::Arc;
 
 use arrow_array::{ArrayRef, RecordBatch, UInt64Array, new_null_array};
 use verl_plan::schedule::placement::{Place, Schedule};
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::batch::{Batch, BatchError, RowId};
 use verl_words::stage::{Cadence, RowRule};
 
@@ -90,28 +91,32 @@ impl StepState {
         step: u64,
         in_order: Vec<bool>,
     ) -> Result<Self, RunError> {
-        let plan = &schedule.plan;
-        let stages = plan.stages.iter().map(|stage| StageState {
-            waits_for: stage.after.len(),
+        let plan = schedule.plan();
+        let stages = plan.stages().iter().map(|stage| StageState {
+            waits_for: stage.after().len(),
             ..StageState::default()
         });
         let mut state = StepState {
             step,
-            tables: plan.tables.iter().map(|_| TableState::default()).collect(),
+            tables: plan
+                .tables()
+                .iter()
+                .map(|_| TableState::default())
+                .collect(),
             stages: stages.collect(),
             in_order,
             ready_host: BTreeSet::new(),
             ready_device: BTreeSet::new(),
-            unfinished: plan.stages.len(),
+            unfinished: plan.stages().len(),
             grown: VecDeque::new(),
             refill: RefillState::of(plan),
             schedule: schedule.clone(),
         };
-        for (index, stage) in plan.stages.iter().enumerate() {
-            if stage.spec.cadence != Cadence::Step {
+        for (index, stage) in plan.stages().iter().enumerate() {
+            if stage.spec().cadence != Cadence::Step {
                 state.stages[index].all_cut = true;
                 state.finish_stage_if_done(index);
-            } else if stage.spec.rows == RowRule::Source || stage.table_in.is_none() {
+            } else if stage.spec().rows == RowRule::Source || stage.table_in().is_none() {
                 state.push_slice(index, 0..0);
                 state.stages[index].all_cut = state.max_waves(index) == 1;
                 state.try_ready(index, 0);
@@ -148,11 +153,11 @@ impl StepState {
     pub(crate) fn first_row(&self) -> Option<RowId> {
         let source = self
             .schedule
-            .plan
-            .stages
+            .plan()
+            .stages()
             .iter()
-            .find(|s| s.spec.rows == RowRule::Source)?;
-        self.tables[source.table_out?]
+            .find(|s| s.spec().rows == RowRule::Source)?;
+        self.tables[source.table_out()?]
             .ids()
             .first()
             .map(|id| RowId(*id))
@@ -160,16 +165,16 @@ impl StepState {
 
     /// The input of a call, in the stage's own names.
     pub(crate) fn input(&self, (stage, slice): CallId) -> Result<Batch, RunError> {
-        let planned = &self.schedule.plan.stages[stage];
+        let planned = &self.schedule.plan().stages()[stage];
         let rows = self.stages[stage].slices[slice].rows.clone();
         let ids = planned
-            .table_in
+            .table_in()
             .map_or(&[][..], |t| &self.tables[t].ids()[rows.clone()]);
         let input = self
             .gather(stage, &rows, ids)
             .map_err(|source| RunError::Input {
                 step: self.step,
-                stage: planned.name.clone(),
+                stage: planned.name().to_owned(),
                 source: Box::new(source),
             })?;
         let positions: Vec<u32> = rows.map(|r| r as u32).collect();
@@ -180,8 +185,13 @@ impl StepState {
         Ok(input)
     }
 
-    fn gather(&self, stage: usize, rows: &Range<usize>, ids: &[u64]) -> Result<Batch, BatchError> {
-        let wires = &self.schedule.wiring.stages[stage];
+    pub fn gather(
+        &self,
+        stage: usize,
+        rows: &Range<usize>,
+        ids: &[u64],
+    ) -> Result<Batch, BatchError> {
+        let wires = &self.schedule.wiring().stages[stage];
         let mut columns: Vec<Option<ArrayRef>> = vec![None; wires.inputs.len()];
         for (at, source) in wires.sources.iter().enumerate() {
             let ancestors = up_range(&self.tables, &source.path, rows);
@@ -228,18 +238,18 @@ impl StepState {
     fn accept(&mut self, call: CallId, input: &Batch, batch: &Batch) -> Result<(), GuardError> {
         let (stage, slice) = call;
         let schedule = self.schedule.clone();
-        let planned = &schedule.plan.stages[stage];
+        let planned = &schedule.plan().stages()[stage];
         if batch.num_rows() == 0 {
             return Ok(());
         }
         let ids = ids_of(batch);
-        let rule = planned.spec.rows;
+        let rule = planned.spec().rows;
         if rule == RowRule::Source {
             self.add_source_rows(call, ids)?;
         }
         let positions = self.positions(call, ids)?;
         let kinds = |row: usize| self.mask_kinds(stage, batch, positions[row] as usize, row);
-        let mask = schedule.wiring.stages[stage].mask.as_ref();
+        let mask = schedule.wiring().stages[stage].mask.as_ref();
         let scope = GuardScope {
             mask: mask.map(|mask| MaskOf {
                 dim: &mask.dim,
@@ -264,7 +274,7 @@ impl StepState {
             };
             if !new {
                 return Err(GuardError::RepeatedRow {
-                    stage: planned.name.clone(),
+                    stage: planned.name().to_owned(),
                     id: RowId(ids[row]),
                 });
             }
@@ -276,18 +286,18 @@ impl StepState {
     }
 
     fn add_source_rows(&mut self, (stage, wave): CallId, ids: &[u64]) -> Result<(), GuardError> {
-        let planned = &self.schedule.plan.stages[stage];
-        let Some(table) = planned.table_out else {
+        let planned = &self.schedule.plan().stages()[stage];
+        let Some(table) = planned.table_out() else {
             return Err(GuardError::NoOutput {
-                stage: planned.name.clone(),
+                stage: planned.name().to_owned(),
                 rows: ids.len(),
             });
         };
-        let rows = self.schedule.plan.tables[table].num_rows;
+        let rows = self.schedule.plan().tables()[table].num_rows;
         let limit = rows * (wave + 1);
         if self.tables[table].len() + ids.len() > limit {
             return Err(GuardError::ForeignRow {
-                stage: planned.name.clone(),
+                stage: planned.name().to_owned(),
                 id: RowId(ids[(limit - self.tables[table].len()).min(ids.len() - 1)]),
                 allowed: match self.max_waves(stage) {
                     1 => format!("{rows} rows a step"),
@@ -297,7 +307,7 @@ impl StepState {
         }
         if let Some(id) = self.tables[table].extend(ids) {
             return Err(GuardError::RepeatedRow {
-                stage: planned.name.clone(),
+                stage: planned.name().to_owned(),
                 id: RowId(id),
             });
         }
@@ -307,9 +317,9 @@ impl StepState {
 
     /// Positions of emitted rows in the stage's table (for a filter: in its input's table).
     fn positions(&mut self, (stage, slice): CallId, ids: &[u64]) -> Result<Vec<u32>, GuardError> {
-        let planned = &self.schedule.plan.stages[stage];
+        let planned = &self.schedule.plan().stages()[stage];
         let state = &self.stages[stage].slices[slice];
-        let (table, within) = match (planned.spec.rows, planned.table_in, planned.table_out) {
+        let (table, within) = match (planned.spec().rows, planned.table_in(), planned.table_out()) {
             (RowRule::Source, _, Some(table)) => {
                 let end = self.tables[table].len();
                 return Ok((end as u32 - ids.len() as u32..end as u32).collect());
@@ -322,7 +332,7 @@ impl StepState {
             }
             _ => {
                 return Err(GuardError::NoOutput {
-                    stage: planned.name.clone(),
+                    stage: planned.name().to_owned(),
                     rows: ids.len(),
                 });
             }
@@ -333,7 +343,7 @@ impl StepState {
             .map_err(|id| {
                 let ids = self.tables[table].ids();
                 GuardError::ForeignRow {
-                    stage: planned.name.clone(),
+                    stage: planned.name().to_owned(),
                     id: RowId(id),
                     allowed: format!(
                         "rows {}..{}, samples {} to {}",
@@ -347,15 +357,15 @@ impl StepState {
     }
 
     /// The rows of a call, with null in every key that the stage writes.
-    pub(crate) fn nulls(&self, call: CallId, input: &Batch) -> Result<Batch, RunError> {
-        let outputs = &self.schedule.wiring.stages[call.0].outputs;
+    pub fn nulls(&self, call: CallId, input: &Batch) -> Result<Batch, RunError> {
+        let outputs = &self.schedule.wiring().stages[call.0].outputs;
         let mut nulls = input.rows_only();
         for out in outputs {
             nulls
                 .put_array(&out.local, new_null_array(&out.data_type, input.num_rows()))
                 .map_err(|source| RunError::Input {
                     step: self.step,
-                    stage: self.schedule.plan.stages[call.0].name.clone(),
+                    stage: self.schedule.plan().stages()[call.0].name().to_owned(),
                     source: Box::new(source),
                 })?;
         }
@@ -368,8 +378,8 @@ impl StepState {
         let (stage, slice) = call;
         self.stages[stage].slices[slice].phase = Phase::Finished;
         self.stages[stage].finished += 1;
-        let planned = &self.schedule.plan.stages[stage];
-        match (planned.spec.rows, planned.table_out) {
+        let planned = &self.schedule.plan().stages()[stage];
+        match (planned.spec().rows, planned.table_out()) {
             (RowRule::Source, Some(table)) => self.end_wave(stage, table),
             (RowRule::Filter, Some(table)) => self.append_kept(stage, table),
             _ => {}
@@ -379,11 +389,11 @@ impl StepState {
     }
 
     fn check_complete(&self, (stage, slice): CallId) -> Result<(), GuardError> {
-        let planned = &self.schedule.plan.stages[stage];
+        let planned = &self.schedule.plan().stages()[stage];
         let state = &self.stages[stage].slices[slice];
-        let (expected, table, start) = match (planned.spec.rows, planned.table_out) {
+        let (expected, table, start) = match (planned.spec().rows, planned.table_out()) {
             (RowRule::Source, Some(table)) => {
-                let rows = self.schedule.plan.tables[table].num_rows;
+                let rows = self.schedule.plan().tables()[table].num_rows;
                 (rows, table, slice * rows)
             }
             (RowRule::Same, Some(table)) => (state.rows.len(), table, state.rows.start),
@@ -392,7 +402,8 @@ impl StepState {
             }
             _ => return Ok(()),
         };
-        let may_be_silent = planned.spec.writes.is_empty() && planned.spec.rows != RowRule::Source;
+        let may_be_silent =
+            planned.spec().writes.is_empty() && planned.spec().rows != RowRule::Source;
         if state.emitted == expected || may_be_silent {
             return Ok(());
         }
@@ -400,7 +411,7 @@ impl StepState {
         let first = (start..start + expected).find(|row| !outputs.has(*row));
         let first = first.and_then(|row| self.tables[table].ids().get(row));
         Err(GuardError::MissingRows {
-            stage: planned.name.clone(),
+            stage: planned.name().to_owned(),
             missing: expected - state.emitted,
             expected,
             first: first.map_or_else(|| "unknown".to_owned(), |id| RowId(*id).in_words()),
@@ -415,13 +426,13 @@ impl StepState {
         }
         self.stages[stage].done = true;
         self.unfinished -= 1;
-        let planned = &self.schedule.plan.stages[stage];
-        if let (RowRule::Filter, Some(table)) = (planned.spec.rows, planned.table_out) {
+        let planned = &self.schedule.plan().stages()[stage];
+        if let (RowRule::Filter, Some(table)) = (planned.spec().rows, planned.table_out()) {
             self.tables[table].total = Some(self.tables[table].len());
             self.grown.push_back(table);
         }
         let schedule = self.schedule.clone();
-        for follower in &schedule.wiring.stages[stage].followers {
+        for follower in &schedule.wiring().stages[stage].followers {
             self.stages[*follower].waits_for -= 1;
             if self.stages[*follower].waits_for == 0 {
                 self.try_ready_from(*follower, 0);
@@ -441,20 +452,20 @@ impl StepState {
         Ok(())
     }
 
-    fn propagate_growth(&mut self) -> Result<(), RunError> {
+    pub fn propagate_growth(&mut self) -> Result<(), RunError> {
         let schedule = self.schedule.clone();
         while let Some(table) = self.grown.pop_front() {
-            for child in &schedule.wiring.expansions[table] {
+            for child in &schedule.wiring().expansions[table] {
                 self.grow_expansion(table, *child)
                     .map_err(|source| RunError::Input {
                         step: self.step,
-                        stage: schedule.plan.stages[schedule.plan.tables[*child].made_by]
-                            .name
-                            .clone(),
+                        stage: schedule.plan().stages()[schedule.plan().tables()[*child].made_by]
+                            .name()
+                            .to_owned(),
                         source: Box::new(source),
                     })?;
             }
-            for stage in &schedule.wiring.takers[table] {
+            for stage in &schedule.wiring().takers[table] {
                 let first_new = self.stages[*stage].slices.len();
                 self.cut_slices(*stage, table);
                 self.try_ready_from(*stage, first_new);
@@ -466,7 +477,7 @@ impl StepState {
     }
 
     fn grow_expansion(&mut self, parent: usize, child: usize) -> Result<(), BatchError> {
-        let n = self.schedule.plan.tables[child].factor.max(1);
+        let n = self.schedule.plan().tables()[child].factor.max(1);
         let done = self.tables[child].len() / n;
         let mut ids = Vec::with_capacity((self.tables[parent].len() - done) * n);
         for id in &self.tables[parent].ids()[done..] {
@@ -486,10 +497,15 @@ impl StepState {
         Ok(())
     }
 
-    fn scope<'a>(&'a self, stage: usize, positions: &'a [u32], ids: &'a [u64]) -> GuardScope<'a> {
+    pub fn scope<'a>(
+        &'a self,
+        stage: usize,
+        positions: &'a [u32],
+        ids: &'a [u64],
+    ) -> GuardScope<'a> {
         GuardScope {
-            stage: &self.schedule.plan.stages[stage].name,
-            wires: &self.schedule.wiring.stages[stage],
+            stage: self.schedule.plan().stages()[stage].name(),
+            wires: &self.schedule.wiring().stages[stage],
             positions,
             ids,
             mask: None,

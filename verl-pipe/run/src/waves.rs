@@ -51,18 +51,18 @@ impl RefillState {
     /// The refilling filter of a plan; a plan has at most one.
     pub(super) fn of(plan: &Plan) -> Option<RefillState> {
         let filter = plan
-            .stages
+            .stages()
             .iter()
-            .position(|stage| stage.spec.refill.is_some())?;
-        let planned = &plan.stages[filter];
-        let mut table = planned.table_in?;
-        while let Some(parent) = plan.tables[table].parent {
+            .position(|stage| stage.spec().refill.is_some())?;
+        let planned = &plan.stages()[filter];
+        let mut table = planned.table_in()?;
+        while let Some(parent) = plan.tables()[table].parent {
             table = parent;
         }
         Some(RefillState {
             filter,
-            source: plan.tables[table].made_by,
-            wanted: planned.spec.refill?,
+            source: plan.tables()[table].made_by,
+            wanted: planned.spec().refill?,
             kept: 0,
             surplus: 0,
             newest: None,
@@ -87,7 +87,7 @@ impl RefillState {
 impl StepState {
     /// The wave that a call draws; 0 for a stage that is not a source.
     pub(crate) fn wave(&self, (stage, slice): CallId) -> u64 {
-        match self.schedule.plan.stages[stage].spec.rows {
+        match self.schedule.plan().stages()[stage].spec().rows {
             RowRule::Source => slice as u64,
             _ => 0,
         }
@@ -114,7 +114,7 @@ impl StepState {
 
     /// Ends the source: it draws no further wave.
     fn end_source(&mut self, source: usize) {
-        if let Some(table) = self.schedule.plan.stages[source].table_out {
+        if let Some(table) = self.schedule.plan().stages()[source].table_out() {
             self.tables[table].total = Some(self.tables[table].len());
             self.grown.push_back(table);
         }
@@ -144,7 +144,7 @@ impl StepState {
     /// Whether the filter has seen every row of the waves drawn so far.
     fn has_seen_all(&self, refill: &RefillState) -> bool {
         let (source, filter) = (&self.stages[refill.source], &self.stages[refill.filter]);
-        let Some(table) = self.schedule.plan.stages[refill.filter].table_in else {
+        let Some(table) = self.schedule.plan().stages()[refill.filter].table_in() else {
             return false;
         };
         let table = &self.tables[table];
@@ -156,7 +156,9 @@ impl StepState {
 
     /// Appends the rows that a filter kept to its table, slice by slice in declared order.
     pub(super) fn append_kept(&mut self, stage: usize, table: usize) {
-        let parent = self.schedule.plan.stages[stage].table_in.unwrap_or(table);
+        let parent = self.schedule.plan().stages()[stage]
+            .table_in()
+            .unwrap_or(table);
         let first = self.tables[table].len();
         loop {
             let state = &mut self.stages[stage];
@@ -190,12 +192,12 @@ impl StepState {
     /// Forwards the ends of waves to the table of a plain filter once all rows before them have been filtered. The
     /// table of a refilling filter has no wave ends: the rows it passes on form a single list.
     pub(super) fn forward_ends(&mut self, stage: usize) {
-        let planned = &self.schedule.plan.stages[stage];
+        let planned = &self.schedule.plan().stages()[stage];
         let (RowRule::Filter, None, Some(parent), Some(table)) = (
-            planned.spec.rows,
-            planned.spec.refill,
-            planned.table_in,
-            planned.table_out,
+            planned.spec().rows,
+            planned.spec().refill,
+            planned.table_in(),
+            planned.table_out(),
         ) else {
             return;
         };
@@ -237,12 +239,12 @@ impl StepState {
     /// The error for a step that kept too few groups, with the `statistics` of the filter.
     pub(crate) fn no_signal(&self, statistics: impl FnOnce(usize) -> String) -> Option<RunError> {
         let refill = self.refill.as_ref().filter(|refill| refill.short)?;
-        let planned = &self.schedule.plan.stages[refill.filter];
-        let ids = planned.table_in.map_or(&[][..], |t| self.tables[t].ids());
+        let planned = &self.schedule.plan().stages()[refill.filter];
+        let ids = planned.table_in().map_or(&[][..], |t| self.tables[t].ids());
         let group = |id: &u64| RowId(*id).group();
         Some(RunError::NoSignal {
             step: self.step,
-            stage: planned.name.clone(),
+            stage: planned.name().to_owned(),
             kept: refill.kept,
             judged: ids.chunk_by(|a, b| group(a) == group(b)).count(),
             waves: self.stages[refill.source].slices.len(),

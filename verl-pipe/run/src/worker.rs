@@ -59,7 +59,7 @@ impl Worker {
         events: Sender<Event>,
         deadline: Duration,
     ) -> Result<Worker, RunError> {
-        let name = schedule.groups[group].name.clone();
+        let name = schedule.groups()[group].name.clone();
         let (jobs, inbox) = unbounded();
         let (ready, started) = bounded(1);
         let of_thread = schedule.clone();
@@ -171,7 +171,7 @@ const TO_LOAD: &str = "to load models and start stages";
 fn panicked(schedule: &Schedule, group: usize, what: &str, message: &str) -> RunError {
     let during = format!("when asked {what}");
     out_of_memory(schedule, group, None, during, message).unwrap_or_else(|| RunError::Lost {
-        worker: schedule.groups[group].name.clone(),
+        worker: schedule.groups()[group].name.clone(),
         reason: format!("its thread panicked when asked {what}: {message}"),
     })
 }
@@ -198,11 +198,11 @@ fn load(
     group: usize,
     data: &BTreeMap<String, Arc<dyn DataLoaderInterface>>,
 ) -> Result<WorkerState, RunError> {
-    let plan = &schedule.plan;
-    let device = &schedule.groups[group].devices[0];
+    let plan = schedule.plan();
+    let device = &schedule.groups()[group].devices[0];
     let mut models = Models::new();
-    for decl in &plan.pipe.models {
-        let model = decl.factory.load(&decl.name, device, &plan.context);
+    for decl in &plan.pipe().models {
+        let model = decl.factory.load(&decl.name, device, plan.context());
         let model = model.map_err(|source| RunError::Load {
             name: decl.name.clone(),
             source,
@@ -223,14 +223,16 @@ pub(crate) fn start_stage(
     data: &BTreeMap<String, Arc<dyn DataLoaderInterface>>,
     models: &mut Models,
 ) -> Result<Box<dyn Stage>, RunError> {
-    let planned = &schedule.plan.stages[index];
-    let stage = || planned.name.clone();
+    let planned = &schedule.plan().stages()[index];
+    let stage = || planned.name().to_owned();
     let start = || {
         let mut made =
-            (planned.build)(&schedule.plan.context).map_err(|errors| RunError::Build {
-                stage: stage(),
-                errors,
-            })?;
+            planned
+                .build(schedule.plan().context())
+                .map_err(|errors| RunError::Build {
+                    stage: stage(),
+                    errors,
+                })?;
         made.start(&mut StartContext { data, models })
             .map_err(|source| RunError::Start {
                 stage: stage(),
@@ -267,7 +269,7 @@ fn serve(
                 let Some(object) = stages.get_mut(&stage) else {
                     return;
                 };
-                let name = &schedule.plan.stages[stage].name;
+                let name = schedule.plan().stages()[stage].name();
                 let out = Out::Stream { call, events };
                 let (report, result) =
                     call_stage(object.as_mut(), name, input, wave, &env, models, out);

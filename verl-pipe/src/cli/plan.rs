@@ -40,11 +40,11 @@ pub fn plan(args: &PlanArgs, registry: &Registry, out: &mut dyn Write) -> io::Re
             } = PipelineEdges::of(&plan);
             let document = json!({
                 "pipeline": pipeline,
-                "batch": plan.batch,
+                "batch": plan.batch(),
                 "memory": plan.memory(),
                 "stages": stages,
                 "edges": edges,
-                "warnings": json_findings(&plan.warnings),
+                "warnings": json_findings(plan.warnings()),
             });
             write_json(&document, out).map(|()| 0)
         }

@@ -109,7 +109,7 @@ pub fn train(
         }
     };
     // Warnings that prevent the run are reported as the error that ends it.
-    let harmless = plan.warnings.iter().filter(|w| w.when_run().is_none());
+    let harmless = plan.warnings().iter().filter(|w| w.when_run().is_none());
     let harmless: Vec<Diagnostic> = harmless.cloned().collect();
     if !harmless.is_empty() {
         report(&harmless);
@@ -118,7 +118,7 @@ pub fn train(
     if let Err(error) = cancel_on_ctrl_c(cancel.clone()) {
         tracing::warn!("Ctrl-C will end the process immediately: {error}");
     }
-    let console = Console::new(plan.pipe.run.steps, plan.pipe.run.console_every);
+    let console = Console::new(plan.pipe().run.steps, plan.pipe().run.console_every);
     let options = TrainerOptions {
         run: RunOptions {
             cancel,
@@ -132,7 +132,7 @@ pub fn train(
         plan_warnings_shown: true,
         free_space: None,
     };
-    let dir = plan.pipe.run.dir.clone();
+    let dir = plan.pipe().run.dir.clone();
     let ended = Trainer::with_options(plan, options).and_then(|mut trainer| trainer.train());
     match ended {
         Ok(_) => {

@@ -12,8 +12,7 @@ use clap::Args;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_declare::registry::Registry;
-use verl_plan::Plan;
-use verl_plan::Plannable;
+use verl_plan::{Plan, Plannable};
 use verl_run::error::RunError;
 use verl_run::records::StartFile;
 use verl_run::runner::{Run, RunOptions};
@@ -86,20 +85,20 @@ pub fn warmup(
 }
 
 fn warm(plan: Plan, began: Instant, kernels: Arc<dyn Kernels>) -> Result<Warmup, Failure> {
-    let group = plan.pipe.devices.group.clone();
+    let group = plan.pipe().devices.group.clone();
     let mut done = Warmup {
-        pipeline: plan.pipe.name.clone(),
+        pipeline: plan.pipe().name.clone(),
         devices: group.clone(),
         nothing: None,
         start: None,
     };
-    let devices = plan.pipe.devices.list().unwrap_or_default();
+    let devices = plan.pipe().devices.list().unwrap_or_default();
     if !devices.iter().any(|device| kernels.used_on(device)) {
         done.nothing = Some(format!("this build compiles nothing for `{group}`"));
         return Ok(done);
     }
     let schedule = plan.schedule().map_err(Failure::Findings)?;
-    let mut timeline = Timeline::load(&schedule.plan, Some(began), Some(kernels));
+    let mut timeline = Timeline::load(schedule.plan(), Some(began), Some(kernels));
     let mut run = Run::start(schedule, RunOptions::default()).map_err(Failure::Run)?;
     timeline.loaded();
     let output = run.step().map_err(Failure::Run)?;

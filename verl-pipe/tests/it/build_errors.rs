@@ -14,7 +14,7 @@ use verl_pipe::keys::*;
 use verl_pipe::pipe::{DataPipe, stage_fn};
 use verl_pipe::plan::Plannable;
 use verl_pipe::registry::Registry;
-use verl_pipe::schedule::batching::BatchConfig;
+use verl_pipe::schedule::batching::DevicesConfig;
 use verl_pipe::schedule::groups::DeviceGroup;
 use verl_pipe::stage::*;
 
@@ -34,14 +34,14 @@ fn printed(findings: &[Diagnostic]) -> String {
 fn findings_of(text: &str, overrides: &[&str]) -> Vec<Diagnostic> {
     match parse_pipeline(text, "example.toml", overrides, &registry()).and_then(|pipe| pipe.plan())
     {
-        Ok(plan) => plan.warnings,
+        Ok(plan) => plan.warnings().to_vec(),
         Err(findings) => findings,
     }
 }
 
 fn findings(pipe: &DataPipe) -> Vec<Diagnostic> {
     match pipe.plan() {
-        Ok(plan) => plan.warnings,
+        Ok(plan) => plan.warnings().to_vec(),
         Err(findings) => findings,
     }
 }
@@ -310,22 +310,22 @@ fn deadlines_that_leave_no_time() {
 }
 
 #[test]
-fn sizes_without_a_valid_value() {
+fn several_devices() {
     let mut pipe = grpo();
-    pipe.devices.rollout_tensor_parallel = 1;
-    pipe.batch = BatchConfig {
-        prompts: 8,
-        samples: 2,
-        ..BatchConfig::default()
+    pipe.devices = DevicesConfig {
+        group: "cuda:0-5".to_owned(),
+        rollout_tensor_parallel: 2,
     };
-    insta::assert_snapshot!("S001_instead", printed(&findings(&pipe)));
-    // The batch arithmetic must not change the groups that a filter keeps.
-    let filter = FilterGroups {
-        groups: 8,
-        ..FilterGroups::default()
-    };
-    let found = findings(&pipe.add_stage("filter_groups", filter));
-    insta::assert_snapshot!("S001_none", printed(&found));
+    // Sizes that do not divide by the number of devices are not reported in addition.
+    pipe.batch.prompts = 61;
+    (pipe.batch.mini_batch, pipe.batch.micro_batch) = (None, None);
+    insta::assert_snapshot!("S015", printed(&findings(&pipe)));
+    pipe.devices.group = "cuda:5".to_owned();
+    let found = findings(&pipe);
+    assert_eq!(
+        (found.len(), found[0].location.as_str()),
+        (1, "[devices] rollout_tensor_parallel")
+    );
 }
 
 /// A station's letter and three digits.
@@ -404,14 +404,14 @@ fn runs_that_do_not_fit() {
         pipe.plan().expect("a plan")
     };
     let plan = plan_of("on_a_small_device");
-    let found: Vec<Diagnostic> = plan.warnings.clone();
+    let found: Vec<Diagnostic> = plan.warnings().to_vec();
     insta::assert_snapshot!("S014", printed(&found));
     // It can be planned, but not run.
     let errors = plan.schedule().expect_err("does not fit");
     assert_eq!(errors.len(), 1);
     assert!(errors[0].code == "S014" && errors[0].is_error());
     let plan = plan_of("on_a_large_device");
-    assert_eq!(printed(&plan.warnings), "");
+    assert_eq!(printed(plan.warnings()), "");
     assert!(plan.schedule().is_ok());
 }
 

@@ -8,8 +8,7 @@ use std::collections::BTreeSet;
 use verl_plan::Plan;
 use verl_run::metrics::StepMetrics;
 use verl_run::records::{MEMORY_MB, TOKENS_PER_S};
-use verl_words::stage::MetricRole;
-use verl_words::stage::{Cadence, Shown};
+use verl_words::stage::{Cadence, MetricRole, Shown};
 
 /// Maximum width of a line (characters).
 const WIDTH: usize = 100;
@@ -64,10 +63,10 @@ impl From<&Shown> for Column {
 impl Columns {
     /// The columns that the stages of a plan declare.
     pub fn of(plan: &Plan) -> Columns {
-        let steps = plan.stages.iter();
+        let steps = plan.stages().iter();
         let shown = steps
-            .filter(|stage| stage.spec.cadence == Cadence::Step)
-            .flat_map(|stage| &stage.spec.shows);
+            .filter(|stage| stage.spec().cadence == Cadence::Step)
+            .flat_map(|stage| &stage.spec().shows);
         Columns {
             declared: shown.map(Column::from).collect(),
             ..Columns::default()
@@ -156,8 +155,9 @@ fn cell(value: f64, width: usize) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use verl_words::stage::MetricRoles;
+
+    use super::*;
 
     fn metrics(step: u64, values: &[(&str, f64)]) -> StepMetrics {
         let values = values.iter().map(|(name, v)| ((*name).to_owned(), *v));

@@ -223,7 +223,7 @@ fn sample_line(sample: &Value) -> String {
 
 #[cfg(test)]
 mod tests {
-    use verl_rules::Severity;
+    use verl_rules::RuleSeverity;
 
     use super::*;
 
@@ -276,7 +276,7 @@ mod tests {
             samples_after: Vec::new(),
             anomalies: vec![Fired {
                 rule: "grad_norm_spike".to_owned(),
-                severity: Severity::Warn,
+                severity: RuleSeverity::Warn,
                 events: 1,
                 steps: 2,
                 first_step: 1,

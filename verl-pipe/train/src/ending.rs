@@ -12,7 +12,7 @@ use verl_words::diagnostic::quoted;
 use verl_words::panics::unwinding_panic;
 
 use crate::console::{Console, Summary};
-use crate::folder::{RunState, Status};
+use crate::folder::{RunStatus, Status};
 use crate::trainer::Trainer;
 
 /// Maximum number of temporary folders with the same prefix.
@@ -85,13 +85,13 @@ impl Trainer {
             return Err(error);
         }
         let state = match reached {
-            true => self.state(Status::Finished, String::new()),
-            false => self.state(
+            true => self.run_status(Status::Finished, String::new()),
+            false => self.run_status(
                 Status::Stopped,
                 format!("the program ended the run after step {done} of {target}"),
             ),
         };
-        self.folder.set_state(&state)?;
+        self.folder.set_status(&state)?;
         if !reached {
             self.print(&format!("ended after step {done} of {target}"));
         }
@@ -152,7 +152,7 @@ impl Trainer {
 
     /// Prints which models a run that ended early has saved.
     fn print_saved(&self) {
-        let state = self.state(Status::Failed, String::new());
+        let state = self.run_status(Status::Failed, String::new());
         if state.saved.is_empty() {
             return;
         }
@@ -172,8 +172,8 @@ impl Trainer {
     /// the one to report.
     fn write_end_status(&mut self, failure: Failure) {
         self.update_counts();
-        let state = self.state(failure.status, failure.reason);
-        if let Err(unwritten) = self.folder.set_state(&state) {
+        let state = self.run_status(failure.status, failure.reason);
+        if let Err(unwritten) = self.folder.set_status(&state) {
             // If another file could not be written, this failure has the same cause, and one message is enough.
             match failure.of_disk {
                 true => tracing::debug!("{unwritten}"),
@@ -182,9 +182,9 @@ impl Trainer {
         }
     }
 
-    fn state(&self, status: Status, reason: String) -> RunState {
+    fn run_status(&self, status: Status, reason: String) -> RunStatus {
         let left = self.run.left_over();
-        RunState {
+        RunStatus {
             status,
             step: self.run.steps_done(),
             reason,
@@ -205,7 +205,7 @@ impl Trainer {
     /// Saves the models listed in the settings of the run, by default those that a stage updates. If one cannot be
     /// saved, the others still are; returns the first error.
     fn save_models(&mut self) -> Result<(), RunError> {
-        let plan = &self.run.schedule().plan;
+        let plan = self.run.schedule().plan();
         let names: Vec<String> = saved_models(plan).map(|model| model.name.clone()).collect();
         let mut first = Ok(());
         for name in names {

@@ -18,19 +18,19 @@
 //! | `schema.json` | keys, shapes and meanings of the pipeline, if steps or stages are traced in full |
 //! | `stall.json` | what the run waited for during a long silence; see [`stall`](verl_run::stall) |
 //! | `start.json` | duration of each part of the start, up to the end of the first step, and compiled kernels |
-//! | `status.json` | see [`RunState`] |
+//! | `status.json` | see [`RunStatus`] |
 //!
 //! A line is written with one call and removed again if the disk accepts only a part of it. `status.json` and models
 //! are written to a temporary path and renamed, so they are always complete. On a full disk a new `status.json`
 //! overwrites the old one within the space it already has.
 
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+use std::{fs, io};
 
 use serde::Serialize;
 use serde_json::Value;
+use verl_run::atomic_file::flush_folder_of;
 use verl_run::error::RunError;
 use verl_run::metrics::{StepMetrics, now};
 use verl_run::processor::{c_library, processor_features};
@@ -44,7 +44,7 @@ use verl_run::space::Room;
 use crate::folder_lock::lock_metrics;
 use crate::lines::Lines;
 use crate::replaced::replace;
-pub use crate::state_file::RunState;
+pub use crate::state_file::RunStatus;
 use crate::state_file::{BLOCK, ReportCounts, write_status};
 pub use verl_run::records::Status;
 
@@ -145,7 +145,7 @@ impl RunFolder {
             noted: None,
             target,
         };
-        if let Err(error) = folder.set_state(&RunState::running(0)) {
+        if let Err(error) = folder.set_status(&RunStatus::running(0)) {
             folder.discard();
             return Err(error);
         }
@@ -203,7 +203,7 @@ impl RunFolder {
                 .map(str::to_owned)
                 .collect(),
             cpu: Cpu::here(),
-            cpu_kernels: run.schedule().plan.pipe.cpu_kernels(),
+            cpu_kernels: run.schedule().plan().pipe().cpu_kernels(),
             c_library: Some(c_library()),
             optimised: !cfg!(debug_assertions),
         };
@@ -237,7 +237,7 @@ impl RunFolder {
             return;
         }
         self.noted = Some(Instant::now());
-        if let Err(error) = self.set_state(&RunState::running(step)) {
+        if let Err(error) = self.set_status(&RunStatus::running(step)) {
             // If the disk is full, the next line of metrics reports it.
             tracing::debug!("{error}");
         }
@@ -325,6 +325,10 @@ impl RunFolder {
         written?;
         // If only this fails, the model stays in the temporary folder.
         fs::rename(&aside, &dir).map_err(|e| file_error("rename", &aside, e, &self.saved()))?;
+        if let Err(error) = flush_folder_of(&dir) {
+            // The model is complete; only its new name may be lost with the power.
+            tracing::warn!("{error}");
+        }
         Ok(dir)
     }
 
@@ -332,13 +336,13 @@ impl RunFolder {
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub fn set_state(&self, state: &RunState) -> Result<(), RunError> {
+    pub fn set_status(&self, state: &RunStatus) -> Result<(), RunError> {
         let written = write_status(&self.dir, &self.status_file(state));
         let path = self.dir.join("status.json");
         written.map_err(|reason| file_error("write", &path, reason, &self.saved()))
     }
 
-    fn status_file(&self, state: &RunState) -> StatusFile {
+    fn status_file(&self, state: &RunStatus) -> StatusFile {
         StatusFile {
             status: state.status,
             step: state.step,
@@ -416,16 +420,16 @@ mod tests {
     fn on_a_full_disk_a_status_overwrites_the_old_one() {
         let temp = tempfile::tempdir().unwrap();
         let folder = RunFolder::create(&temp.path().join("run"), 5).unwrap();
-        let failed = RunState {
+        let failed = RunStatus {
             status: Status::Failed,
             reason: "no space ".repeat(1000),
             saved: vec!["actor".to_owned()],
-            ..RunState::running(2)
+            ..RunStatus::running(2)
         };
         // A folder in place of the new file: as on a full disk, it cannot be created.
         let aside = folder.path().join(".status.json.partial");
         fs::create_dir(&aside).unwrap();
-        folder.set_state(&failed).unwrap();
+        folder.set_status(&failed).unwrap();
         let written = status(&folder);
         assert_eq!(
             (&written["status"], &written["step"]),
@@ -435,11 +439,11 @@ mod tests {
         let reason = written["reason"].as_str().unwrap();
         assert!(reason.ends_with('…') && reason.len() < BLOCK, "{reason}");
         // A shorter text leaves no remainder of a longer one.
-        folder.set_state(&RunState::running(3)).unwrap();
+        folder.set_status(&RunStatus::running(3)).unwrap();
         assert_eq!(status(&folder)["step"], 3);
         assert!(status(&folder).get("reason").is_none());
         fs::remove_file(folder.path().join("status.json")).unwrap();
-        assert!(folder.set_state(&failed).is_err());
+        assert!(folder.set_status(&failed).is_err());
     }
 
     #[test]
@@ -449,7 +453,7 @@ mod tests {
         let path = folder.path().join("status.json");
         fs::remove_file(&path).unwrap();
         fs::create_dir(&path).unwrap();
-        assert!(folder.set_state(&RunState::running(1)).is_err());
+        assert!(folder.set_status(&RunStatus::running(1)).is_err());
         assert!(!folder.path().join(".status.json.partial").exists());
     }
 

@@ -74,7 +74,7 @@ pub fn process_of(dir: &Path) -> Result<Process, TraceError> {
 #[cfg(all(test, unix))]
 mod tests {
     use super::*;
-    use crate::folder::{RunFolder, RunState};
+    use crate::folder::{RunFolder, RunStatus};
 
     #[test]
     fn a_run_that_ends_without_a_final_status_is_gone() {
@@ -89,11 +89,11 @@ mod tests {
         assert_eq!((is_locked(&dir), process()), (None, Process::Unknown));
         std::fs::remove_dir_all(&dir).expect("removed");
         let folder = RunFolder::create(&dir, 5).expect("a run");
-        let finished = RunState {
+        let finished = RunStatus {
             status: Status::Finished,
-            ..RunState::running(5)
+            ..RunStatus::running(5)
         };
-        folder.set_state(&finished).expect("written");
+        folder.set_status(&finished).expect("written");
         drop(folder);
         assert_eq!(process(), Process::Ended);
         assert!(process_of(temp.path()).is_err());

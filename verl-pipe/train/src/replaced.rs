@@ -104,16 +104,16 @@ mod tests {
     use verl_run::records::Status;
 
     use super::*;
-    use crate::folder::{RunFolder, RunState};
+    use crate::folder::{RunFolder, RunStatus};
 
     fn ended(dir: &Path, status: Status, step: u64) -> RunFolder {
         let folder = RunFolder::create(dir, 5).unwrap();
-        let state = RunState {
+        let state = RunStatus {
             status,
             reason: "no rows".to_owned(),
-            ..RunState::running(step)
+            ..RunStatus::running(step)
         };
-        folder.set_state(&state).unwrap();
+        folder.set_status(&state).unwrap();
         folder
     }
 
@@ -127,9 +127,9 @@ mod tests {
             // Observations before the first step are not a step.
             folder.record(&StepMetrics::default()).unwrap();
             folder
-                .set_state(&RunState {
+                .set_status(&RunStatus {
                     status,
-                    ..RunState::running(0)
+                    ..RunStatus::running(0)
                 })
                 .unwrap();
             drop(folder);
@@ -158,12 +158,12 @@ mod tests {
         };
         let set = |folder: &RunFolder, status, step, saved: &[&str]| {
             let saved = saved.iter().map(|name| (*name).to_owned()).collect();
-            let state = RunState {
+            let state = RunStatus {
                 status,
                 saved,
-                ..RunState::running(step)
+                ..RunStatus::running(step)
             };
-            folder.set_state(&state).unwrap();
+            folder.set_status(&state).unwrap();
         };
         check_kept("done", &|_, folder| set(&folder, Status::Failed, 1, &[]));
         check_kept("finished", &|_, folder| {

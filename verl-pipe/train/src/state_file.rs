@@ -1,17 +1,18 @@
 //! `status.json`: the state of a run, written so that it fits even on a full disk.
 
 use std::collections::BTreeMap;
-use std::fs::{self, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::path::Path;
 
+use verl_run::atomic_file::AtomicFile;
 use verl_run::records::{Status, StatusFile};
 
 use crate::folder::pretty;
 
 /// Content of `status.json`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RunState {
+pub struct RunStatus {
     /// State of the run: in progress, or how it ended.
     pub status: Status,
     /// Last completed step; at most one second old while the run is in progress.
@@ -24,10 +25,10 @@ pub struct RunState {
     pub partial: Vec<String>,
 }
 
-impl RunState {
+impl RunStatus {
     /// A run in progress that has completed step `step`.
-    pub fn running(step: u64) -> RunState {
-        RunState {
+    pub fn running(step: u64) -> RunStatus {
+        RunStatus {
             status: Status::Running,
             step,
             reason: String::new(),
@@ -49,22 +50,25 @@ pub(crate) struct ReportCounts {
 /// Bytes that a file occupies at least on disk: one block.
 pub(super) const BLOCK: usize = 4096;
 
-/// Writes the file to run folder `dir` via a temporary file. If there is no space for that, overwrites the old file,
-/// with the reason shortened.
+/// Writes the file to run folder `dir` via a temporary file; a final status survives a loss of power. If there is no space
+/// for the temporary file, overwrites the old file, with the reason shortened.
 pub(super) fn write_status(dir: &Path, file: &StatusFile) -> io::Result<()> {
-    let aside = dir.join(".status.json.partial");
     let path = dir.join("status.json");
-    let written = fs::write(&aside, pretty(file)).and_then(|()| fs::rename(&aside, &path));
-    let Err(reason) = written else {
+    // That of a run in progress is replaced every second, and is out of date after a loss of power anyway.
+    let finish = match file.status {
+        Status::Running => AtomicFile::replace,
+        _ => AtomicFile::durable,
+    };
+    let written = AtomicFile::with(&path, pretty(file).as_bytes()).and_then(finish);
+    let Err(error) = written else {
         return Ok(());
     };
-    let _ = fs::remove_file(&aside);
     let mut short = file.clone();
     short.reason = file
         .reason
         .as_deref()
         .map(|reason| shortened(reason, BLOCK / 4));
-    over_write(&path, &pretty(&short)).map_err(|_| reason)
+    over_write(&path, &pretty(&short)).map_err(|_| error.source)
 }
 
 /// Shortens a text to at most `bytes` bytes, at a character boundary.

@@ -28,7 +28,7 @@ pub struct Timeline {
 impl Timeline {
     /// Starts measuring with loading; `began` is when the work on the plan started.
     pub fn load(plan: &Plan, began: Option<Instant>, kernels: Option<Arc<dyn Kernels>>) -> Self {
-        let stages = plan.pipe.stages.iter().map(|stage| stage.name.clone());
+        let stages = plan.pipe().stages.iter().map(|stage| stage.name.clone());
         Timeline {
             kernels,
             stages: stages.collect(),

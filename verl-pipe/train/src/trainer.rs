@@ -123,7 +123,7 @@ impl Trainer {
     /// # Errors
     /// See [`Trainer::with_options`].
     pub fn new(plan: Plan) -> Result<Trainer, RunError> {
-        let console = Console::new(plan.pipe.run.steps, plan.pipe.run.console_every);
+        let console = Console::new(plan.pipe().run.steps, plan.pipe().run.console_every);
         Self::with_options(
             plan,
             TrainerOptions {
@@ -147,9 +147,9 @@ impl Trainer {
         let listener = warnings.listener();
         let _guard = set_listener(&listener);
         let schedule = plan.schedule().map_err(RunError::Schedule)?;
-        let settings = &plan.pipe.run;
+        let settings = &plan.pipe().run;
         let room = Room::of(&settings.dir, options.free_space);
-        let mut config = to_toml(&plan.pipe).map_err(|e| RunError::Config {
+        let mut config = to_toml(plan.pipe()).map_err(|e| RunError::Config {
             reason: e.to_string(),
         })?;
         if options.schema.is_some() {
@@ -163,7 +163,7 @@ impl Trainer {
                 folder.path().display()
             );
         }
-        for finding in &plan.warnings {
+        for finding in plan.warnings() {
             match options.plan_warnings_shown {
                 true => warnings.note(WarningLevel::Warning, "plan", &finding.to_string()),
                 false => tracing::warn!("{finding}"),
@@ -176,7 +176,7 @@ impl Trainer {
                 folder.write_text(CONFIG_SCHEMA, &schema.to_string())?;
             }
             folder.write_text("plan.txt", &plan.to_string())?;
-            if plan.pipe.records_in_full() {
+            if plan.pipe().records_in_full() {
                 folder.write_text("schema.json", &describe_pipeline(&plan))?;
             }
             let recorder =
@@ -191,7 +191,7 @@ impl Trainer {
             if let Some(recorder) = &recorder {
                 run.tap = Arc::new(Both(run.tap, recorder.clone()));
             }
-            let mut timeline = Timeline::load(&schedule.plan, options.began, options.kernels);
+            let mut timeline = Timeline::load(schedule.plan(), options.began, options.kernels);
             let run = Run::start(schedule, run)?;
             timeline.loaded();
             folder.write_origin(&run, &options.versions)?;
@@ -240,7 +240,7 @@ impl Trainer {
     }
 
     pub(super) fn target(&self) -> u64 {
-        self.run.schedule().plan.context.steps
+        self.run.schedule().plan().context().steps
     }
 
     /// Runs one step and the observers that are due, including those before the first step, and records it.
@@ -278,7 +278,8 @@ impl Trainer {
         if let Ok(Some(observed)) = &observed {
             metrics.values.extend(observed.values.clone());
         }
-        self.room.step_done(metrics.step, &self.run.schedule().plan);
+        self.room
+            .step_done(metrics.step, self.run.schedule().plan());
         // The models have been updated, so the step is recorded even if an observer failed.
         self.folder.record(&metrics)?;
         if let Some(timeline) = self.timeline.take() {

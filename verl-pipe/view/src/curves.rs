@@ -149,14 +149,14 @@ pub(crate) fn metric_curves(lines: &[MetricsLine], plan: Option<&Plan>, most: us
 /// Unit and meaning of the metrics that the stages of a plan, and the engine, declare.
 fn metric_notes(plan: Option<&Plan>) -> BTreeMap<String, (&'static str, &'static str)> {
     let mut notes = BTreeMap::new();
-    for stage in plan.into_iter().flat_map(|plan| &plan.stages) {
+    for stage in plan.into_iter().flat_map(|plan| plan.stages()) {
         for metric in ENGINE_METRICS {
             notes.insert(
-                of_stage(&metric, &stage.name),
+                of_stage(&metric, stage.name()),
                 (metric.unit, metric.meaning),
             );
         }
-        for metric in &stage.spec.metrics {
+        for metric in &stage.spec().metrics {
             notes.insert(metric.name.to_owned(), (metric.unit, metric.meaning));
         }
     }
@@ -222,7 +222,7 @@ impl KeyCurves {
     /// The curves with `most` points each, in the order of the plan.
     pub(crate) fn finish(self, plan: Option<&Plan>, most: usize) -> Vec<Curve> {
         let position = |stage: &str| {
-            let planned = plan.and_then(|p| p.stages.iter().position(|s| s.name == stage));
+            let planned = plan.and_then(|p| p.stages().iter().position(|s| s.name() == stage));
             planned.unwrap_or(usize::MAX)
         };
         let mut curves: Vec<_> = self
@@ -232,7 +232,7 @@ impl KeyCurves {
             .collect();
         curves.sort_by_key(|((stage, ..), _)| position(&self.stages[*stage]));
         let curves = curves.into_iter().map(|((stage, side, key, what), curve)| {
-            let field = plan.and_then(|plan| plan.fields.get(&curve.name));
+            let field = plan.and_then(|plan| plan.fields().get(&curve.name));
             Curve {
                 stage: self.stages[stage].clone(),
                 side: side.as_str(),
@@ -255,7 +255,7 @@ impl KeyCurves {
 
 impl KeyCurve {
     fn of(row: &StatRow, what: What, plan: Option<&Plan>) -> KeyCurve {
-        let field = plan.and_then(|plan| plan.fields.get(&row.name));
+        let field = plan.and_then(|plan| plan.fields().get(&row.name));
         let unit = match what {
             What::Value => field.map_or("", |field| &field.unit),
             What::Length if row.tokens > 0 || is_list(plan, row) => "tokens",
@@ -276,13 +276,13 @@ impl KeyCurve {
 }
 
 fn is_list(plan: Option<&Plan>, row: &StatRow) -> bool {
-    let field = plan.and_then(|plan| plan.fields.get(&row.name));
+    let field = plan.and_then(|plan| plan.fields().get(&row.name));
     field.is_some_and(|field| field.dtype != DType::Text)
 }
 
 /// The properties to show of a row of statistics, each with its middle.
 fn shown(row: &StatRow, plan: Option<&Plan>) -> Vec<(What, Option<f64>)> {
-    let field = plan.and_then(|plan| plan.fields.get(&row.name));
+    let field = plan.and_then(|plan| plan.fields().get(&row.name));
     let measured = match field.map(|field| field.dtype) {
         // A mean of ids is meaningless.
         Some(DType::U32 | DType::U64 | DType::Text) => false,

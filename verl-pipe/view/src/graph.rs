@@ -67,12 +67,12 @@ pub(crate) struct Arrow {
 
 /// Draws a placed pipeline.
 pub(crate) fn graph(schedule: &Schedule) -> Graph {
-    let stages = &schedule.plan.stages;
+    let stages = schedule.plan().stages();
     let lines: Vec<Vec<String>> = (0..stages.len()).map(|i| box_lines(schedule, i)).collect();
     let boxes: Vec<Size> = stages
         .iter()
         .zip(&lines)
-        .map(|(stage, lines)| box_size(&stage.name, lines))
+        .map(|(stage, lines)| box_size(stage.name(), lines))
         .collect();
     let arrows = arrows(stages);
     let labels: Vec<(Vec<String>, Size)> = arrows.iter().map(|a| label(&a.2)).collect();
@@ -91,15 +91,15 @@ pub(crate) fn graph(schedule: &Schedule) -> Graph {
         .zip(lines)
         .enumerate()
         .map(|(i, (stage, lines))| Node {
-            name: stage.name.clone(),
-            kind: stage.kind.clone(),
+            name: stage.name().to_owned(),
+            kind: stage.kind().to_owned(),
             x: tenths(placed.boxes[i].0),
             y: tenths(placed.boxes[i].1),
             w: boxes[i].w,
             h: boxes[i].h,
             lines,
             metrics: stage
-                .spec
+                .spec()
                 .metrics
                 .iter()
                 .map(|metric| metric.name)
@@ -107,8 +107,8 @@ pub(crate) fn graph(schedule: &Schedule) -> Graph {
         });
     let edges = arrows.into_iter().zip(labels).zip(placed.routes);
     let edges = edges.map(|(((from, to, keys), (lines, size)), route)| Arrow {
-        from: stages[from].name.clone(),
-        to: stages[to].name.clone(),
+        from: stages[from].name().to_owned(),
+        to: stages[to].name().to_owned(),
         keys,
         path: path(&route.points),
         label: (tenths(route.label.0), tenths(route.label.1)),
@@ -127,7 +127,7 @@ pub(crate) fn graph(schedule: &Schedule) -> Graph {
 fn arrows(stages: &[PlannedStage]) -> Vec<(usize, usize, Keys)> {
     let mut arrows: Vec<(usize, usize, Keys)> = Vec::new();
     for (reader, stage) in stages.iter().enumerate() {
-        for edge in &stage.inputs {
+        for edge in stage.inputs() {
             let key = (edge.key.clone(), edge.local.clone());
             let known = arrows
                 .iter_mut()
@@ -137,7 +137,7 @@ fn arrows(stages: &[PlannedStage]) -> Vec<(usize, usize, Keys)> {
                 None => arrows.push((edge.writer, reader, vec![key])),
             }
         }
-        for writer in &stage.after {
+        for writer in stage.after() {
             if !arrows.iter().any(|a| (a.0, a.1) == (*writer, reader)) {
                 arrows.push((*writer, reader, Keys::new()));
             }
@@ -147,31 +147,31 @@ fn arrows(stages: &[PlannedStage]) -> Vec<(usize, usize, Keys)> {
 }
 
 fn box_lines(schedule: &Schedule, index: usize) -> Vec<String> {
-    let stage: &PlannedStage = &schedule.plan.stages[index];
+    let stage: &PlannedStage = &schedule.plan().stages()[index];
     let mut lines = Vec::new();
-    if stage.kind != stage.name {
-        lines.push(format!("kind {}", stage.kind));
+    if stage.kind() != stage.name() {
+        lines.push(format!("kind {}", stage.kind()));
     }
-    let mut runs = match schedule.places[index] {
-        Place::Group(group) => format!("on {}", schedule.groups[group].name),
+    let mut runs = match schedule.places()[index] {
+        Place::Group(group) => format!("on {}", schedule.groups()[group].name),
         Place::Host => "on host threads".to_owned(),
     };
-    if let Cadence::Observer { every } = stage.spec.cadence {
+    if let Cadence::Observer { every } = stage.spec().cadence {
         let _ = match every {
             0 => write!(runs, ", before and after"),
             every => write!(runs, ", every {every} steps"),
         };
     }
     lines.push(runs);
-    for (model, access) in &stage.spec.models {
+    for (model, access) in &stage.spec().models {
         lines.push(match access {
             Access::Read => format!("reads {model}"),
             Access::Update => format!("updates {model}"),
         });
     }
-    let table = stage.table_out.or(stage.table_in);
+    let table = stage.table_out().or(stage.table_in());
     lines.extend(table.map(|table| {
-        let table = &schedule.plan.tables[table];
+        let table = &schedule.plan().tables()[table];
         let bound = if table.filtered { "≤" } else { "=" };
         format!("rows {} {bound} {}", table.rows, table.num_rows)
     }));

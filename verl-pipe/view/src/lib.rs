@@ -111,7 +111,7 @@ pub fn page(dir: &Path, registry: &Registry, options: &ViewOptions) -> Result<Pa
     let run = ViewedRun::open(dir, registry, &mut notes)?;
     let mut files = RunFiles::read(dir);
     notes.append(&mut files.notes);
-    let plan = run.schedule().map(|schedule| &schedule.plan);
+    let plan = run.schedule().map(|schedule| schedule.plan());
     let metrics = metric_curves(&files.metrics, plan, options.points);
     let (keys, tables) = run.statistics(&files, options, &mut notes);
     let samples = match &run.traced {
@@ -224,8 +224,8 @@ impl ViewedRun {
         let dir = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
         let name = dir.file_name().unwrap_or_default().to_string_lossy();
         let format = self.trace().map(TraceDir::format);
-        let plan = self.schedule().map(|schedule| &schedule.plan);
-        let planned = plan.map(|plan| (plan.pipe.name.as_str(), plan.context.seed));
+        let plan = self.schedule().map(|schedule| schedule.plan());
+        let planned = plan.map(|plan| (plan.pipe().name.as_str(), plan.context().seed));
         let traced = format.map(|format| (format.pipeline.as_str(), format.seed));
         let (pipeline, seed) = traced.or(planned).unzip();
         RunHead {
@@ -256,7 +256,7 @@ impl ViewedRun {
         let all: Vec<u64> = steps.iter().chain(&important).copied().collect();
         let mut tables = Tables::of(choose(&all, &important, options.tables));
         let mut curves = KeyCurves::default();
-        let plan = self.schedule().map(|schedule| &schedule.plan);
+        let plan = self.schedule().map(|schedule| schedule.plan());
         let read = self.trace().map(|trace| {
             trace.each_stats(.., |rows| {
                 tables.add(&rows);

@@ -8,7 +8,7 @@ use verl_plan::schedule::placement::Schedule;
 use verl_rules::Anomaly;
 use verl_trace::files::RecordedStep;
 use verl_trace::replay::TracedRun;
-use verl_trace::show::{SampleView, StepView};
+use verl_trace::show::{SampleView, ShownStep};
 use verl_trace::text::count;
 use verl_words::batch::RowId;
 use verl_words::keys;
@@ -116,7 +116,7 @@ impl Samples {
         mut bytes: usize,
     ) -> usize {
         let schedule = traced.schedule();
-        let view = StepView::new(schedule, recorded);
+        let view = ShownStep::new(schedule, recorded);
         let Some(stage) = sampled_stage(schedule, &view) else {
             return bytes;
         };
@@ -145,12 +145,12 @@ impl Samples {
 }
 
 /// The stage whose rows are the step's samples: the stage that wrote responses, otherwise the last one with rows.
-fn sampled_stage(schedule: &Schedule, view: &StepView<'_>) -> Option<usize> {
-    let stages = &schedule.plan.stages;
+fn sampled_stage(schedule: &Schedule, view: &ShownStep<'_>) -> Option<usize> {
+    let stages = schedule.plan().stages();
     let has_rows = |stage: &usize| !view.rows(*stage).is_empty();
     let writes = |stage: &usize| {
         let planned = &stages[*stage];
-        let mut written = planned.spec.writes.iter();
+        let mut written = planned.spec().writes.iter();
         written.any(|field| planned.key(&field.name) == keys::RESPONSES.name())
     };
     let writer = (0..stages.len()).find(|stage| writes(stage) && has_rows(stage));

@@ -112,7 +112,7 @@ impl Diagnostic {
 ///
 /// fn check() -> Result<(), Box<dyn std::error::Error>> {
 ///     let plan = DataPipe::new("empty").plan().map_err(Findings)?;
-///     assert!(plan.stages.is_empty());
+///     assert!(plan.stages().is_empty());
 ///     Ok(())
 /// }
 /// # check().unwrap();

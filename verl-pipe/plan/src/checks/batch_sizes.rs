@@ -40,3 +40,42 @@ pub(crate) fn finding(violation: &Violation) -> Diagnostic {
         .because(violation.rule.clone())
         .help(help)
 }
+
+#[cfg(test)]
+mod tests {
+    use verl_words::stage::{OnShort, Refill};
+
+    use super::*;
+    use crate::schedule::batching::{BatchConfig, BatchPlan, DevicesConfig};
+
+    #[test]
+    fn the_help_for_sizes_without_a_valid_value() {
+        let batch = BatchConfig {
+            prompts: 8,
+            samples: 2,
+            ..BatchConfig::default()
+        };
+        let devices = DevicesConfig {
+            group: "cuda:0-5".to_owned(),
+            rollout_tensor_parallel: 1,
+        };
+        let helps = |refill: Option<&Refill>| -> Vec<String> {
+            let (_, violations) = crate::schedule::batching::estimate(&batch, &devices, refill);
+            violations.iter().map(|found| finding(found).help).collect()
+        };
+        assert_eq!(helps(None), ["set `prompts` in [batch] to 6 or 9"]);
+        // The batch arithmetic must not change the groups that a filter keeps.
+        let refill = Refill {
+            groups: 8,
+            waves: 1,
+            on_short: OnShort::Error,
+        };
+        assert_eq!(
+            helps(Some(&refill)),
+            [
+                "set `prompts` in [batch] to 6 or 9",
+                "no `mini_batch` fits these sizes: change one of them first"
+            ]
+        );
+    }
+}

@@ -38,7 +38,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         let (finding, help) = match refused {
             Refused::Unknown => {
                 let finding = Diagnostic::error("S010", "`group` is not a valid device group");
-                (finding, "set it to `cpu`, `cuda:0` or `cuda:0-3`")
+                (finding, "set it to `cpu` or one GPU, such as `cuda:0`")
             }
             Refused::Absent => {
                 let what = format!("the devices of `{group}` are not available on this machine");

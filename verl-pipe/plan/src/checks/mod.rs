@@ -13,6 +13,7 @@ pub(crate) mod lengths;
 pub(crate) mod models;
 pub(crate) mod names;
 pub(crate) mod nulls;
+pub(crate) mod one_device;
 pub(crate) mod refills;
 pub(crate) mod roles;
 pub(crate) mod samples;
@@ -39,6 +40,7 @@ pub(crate) type OrderedCheck = fn(&Draft<'_>, &[usize], &Tables, &mut Vec<Diagno
 /// Checks of settings, in the order of their findings; [`files`] runs after them.
 pub(crate) const SETTINGS: &[Check] = &[
     batch_sizes::check,
+    one_device::check,
     devices::check,
     names::check,
     settings::check,

@@ -1,14 +1,12 @@
 //! Settings of `[trace]` are valid for this run: existing steps, sizes above 0, rules that can fire.
 
 use verl_rules::config::{RuleSetting, TraceConfig};
-use verl_rules::{BuiltIn, RULES, RuleDecl, RuleInputs, Severity};
+use verl_rules::{BuiltIn, LimitUnit, RULES, RuleDecl, RuleInputs, RuleSeverity};
 use verl_words::diagnostic::{Diagnostic, quoted};
-use verl_words::stage::{Cadence, ConfigError};
+use verl_words::stage::{Cadence, ConfigError, MetricRole};
 
 use super::settings::{setting_error, setting_warning, stage_place};
 use crate::build::Draft;
-use verl_rules::LimitUnit;
-use verl_words::stage::MetricRole;
 
 const PLACE: &str = "[trace]";
 
@@ -176,7 +174,7 @@ fn sizes(trace: &TraceConfig, in_full: bool, problems: &mut Problems) {
 /// The properties of a rule that settings can tune.
 struct Tunable<'a> {
     name: &'a str,
-    severity: Severity,
+    severity: RuleSeverity,
     limit: f64,
     /// Unit of the limit; custom rules have none.
     unit: Option<LimitUnit>,
@@ -234,7 +232,7 @@ fn check_tuning(rule: &Tunable<'_>, setting: RuleSetting, stats: bool, problems:
                     None => format!("set it to 0 or more (default: {}); {OFF}", rule.limit),
                 },
             )),
-            None if setting.severity == Some(Severity::Off) => {
+            None if setting.severity == Some(RuleSeverity::Off) => {
                 problems.warnings.push(ConfigError::new(
                     key,
                     format!("is {limit}, but the rule is off"),
@@ -249,7 +247,7 @@ fn check_tuning(rule: &Tunable<'_>, setting: RuleSetting, stats: bool, problems:
     }
     let severity = setting.severity.unwrap_or(rule.severity);
     let word = match severity {
-        Severity::Stop => "stop the run",
+        RuleSeverity::Stop => "stop the run",
         _ => "warn",
     };
     let error = ConfigError::new(
@@ -259,13 +257,13 @@ fn check_tuning(rule: &Tunable<'_>, setting: RuleSetting, stats: bool, problems:
     );
     match severity {
         // The stop would not protect the run.
-        Severity::Stop => problems.errors.push(error),
+        RuleSeverity::Stop => problems.errors.push(error),
         _ => problems.warnings.push(error),
     }
 }
 
 fn is_off(setting: RuleSetting) -> bool {
-    setting.severity == Some(Severity::Off)
+    setting.severity == Some(RuleSeverity::Off)
 }
 
 /// Warns about a rule that is tuned although no stage produces what it checks.

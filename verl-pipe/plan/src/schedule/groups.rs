@@ -44,9 +44,9 @@ pub(crate) fn finding(why: String) -> Diagnostic {
     Diagnostic::error("S010", "`group` is not a valid device group")
         .at("[devices] group")
         .because(format!(
-            "{why}; a device group is a device kind, for GPUs followed by an index or a range of indices"
+            "{why}; a device group is a device kind, for GPUs followed by an index"
         ))
-        .help("set it to `cpu`, `cuda:0` or `cuda:0-3`")
+        .help("set it to `cpu` or one GPU, such as `cuda:0`")
 }
 
 #[cfg(test)]

@@ -29,24 +29,20 @@ pub enum Place {
 
 /// A placed pipeline: made by [`Plan::schedule`], started by `Run::start`.
 pub struct Schedule {
-    /// The plan to run.
     pub plan: Plan,
-    /// Device groups, one worker thread each.
-    pub groups: Vec<DeviceGroup>,
-    /// Place of each stage.
-    pub places: Vec<Place>,
-    /// Rows of one call of each stage.
-    pub slice_rows: Vec<usize>,
-    pub wiring: Wiring,
+    groups: Vec<DeviceGroup>,
+    places: Vec<Place>,
+    slice_rows: Vec<usize>,
+    wiring: Wiring,
 }
 
 impl std::fmt::Debug for Schedule {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let placed: Vec<_> = self
             .plan
-            .stages
+            .stages()
             .iter()
-            .map(|s| &s.name)
+            .map(PlannedStage::name)
             .zip(&self.places)
             .collect();
         f.debug_struct("Schedule")
@@ -63,14 +59,14 @@ impl Plan {
     /// Every finding that makes a run impossible (codes `S…`).
     pub fn schedule(&self) -> Result<Schedule, Vec<Diagnostic>> {
         let blocking: Vec<Diagnostic> = self
-            .warnings
+            .warnings()
             .iter()
             .filter_map(Diagnostic::when_run)
             .collect();
         if !blocking.is_empty() {
             return Err(blocking);
         }
-        let group = DeviceGroup::parse(&self.pipe.devices.group);
+        let group = DeviceGroup::parse(&self.pipe().devices.group);
         let wiring = Wiring::new(self);
         let (group, wiring) = match (group, wiring) {
             (Ok(group), Ok(wiring)) => (group, wiring),
@@ -80,8 +76,8 @@ impl Plan {
                 return Err(found);
             }
         };
-        let places: Vec<Place> = self.stages.iter().map(place).collect();
-        let slice_rows = (0..self.stages.len())
+        let places: Vec<Place> = self.stages().iter().map(place).collect();
+        let slice_rows = (0..self.stages().len())
             .map(|i| slice_rows(self, i, places[i]))
             .collect();
         Ok(Schedule {
@@ -95,6 +91,31 @@ impl Plan {
 }
 
 impl Schedule {
+    /// The plan to run.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// Device groups, one worker thread each.
+    pub fn groups(&self) -> &[DeviceGroup] {
+        &self.groups
+    }
+
+    /// Place of each stage.
+    pub fn places(&self) -> &[Place] {
+        &self.places
+    }
+
+    /// Rows of one call of each stage.
+    pub fn slice_rows(&self) -> &[usize] {
+        &self.slice_rows
+    }
+
+    /// The wires between stages.
+    pub fn wiring(&self) -> &Wiring {
+        &self.wiring
+    }
+
     /// Stages at `place`, in the order of execution.
     pub fn stages_at(&self, place: Place) -> impl Iterator<Item = usize> + '_ {
         (0..self.places.len()).filter(move |i| self.places[*i] == place)
@@ -103,7 +124,7 @@ impl Schedule {
     /// Whether a failed row of this stage becomes null instead of ending the step: the stage runs on the host pool,
     /// keeps its rows, may be cut into slices, and writes only nullable keys.
     pub fn tolerates_row_errors(&self, stage: usize) -> bool {
-        let spec = &self.plan.stages[stage].spec;
+        let spec = self.plan.stages()[stage].spec();
         self.places[stage] == Place::Host
             && spec.cadence == Cadence::Step
             && spec.on_row_error == OnRowError::Null
@@ -115,7 +136,7 @@ impl Schedule {
 }
 
 fn place(stage: &PlannedStage) -> Place {
-    if stage.spec.models.is_empty() {
+    if stage.spec().models.is_empty() {
         Place::Host
     } else {
         Place::Group(0)
@@ -125,15 +146,15 @@ fn place(stage: &PlannedStage) -> Place {
 /// Rows of one call. A plan cuts host `Row` stages into single rows, the finest possible slices. As a call costs more
 /// than a row, the schedule uses fewer slices. The bounds depend only on the plan.
 fn slice_rows(plan: &Plan, stage: usize, place: Place) -> usize {
-    let planned = &plan.stages[stage];
+    let planned = &plan.stages()[stage];
     let free = place == Place::Host
-        && planned.spec.slice_rows.is_none()
-        && planned.spec.cardinality == Cardinality::Row;
-    let Some(table) = planned.table_in.filter(|_| free) else {
-        return planned.slice_rows.max(1);
+        && planned.spec().slice_rows.is_none()
+        && planned.spec().cardinality == Cardinality::Row;
+    let Some(table) = planned.table_in().filter(|_| free) else {
+        return planned.slice_rows().max(1);
     };
-    let rows = plan.tables[table].num_rows;
-    if planned.spec.deadline.is_some() {
+    let rows = plan.tables()[table].num_rows;
+    if planned.spec().deadline.is_some() {
         return (rows / SLOW_SLICES).max(1);
     }
     (rows / QUICK_SLICES)
@@ -149,6 +170,6 @@ pub(crate) fn internal(stage: &str, why: String) -> Diagnostic {
         what: format!("`{stage}` cannot be wired"),
         location: stage.to_owned(),
         why,
-        help: "make the plan with `DataPipe::plan`; if it was, this is a bug in the planner: please report it".to_owned(),
+        help: "this is a bug in the planner: please report it".to_owned(),
     }
 }

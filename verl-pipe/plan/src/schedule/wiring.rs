@@ -105,22 +105,22 @@ pub struct Wiring {
 impl Wiring {
     pub(crate) fn new(plan: &Plan) -> Result<Wiring, Vec<Diagnostic>> {
         let mut found = Vec::new();
-        let mut stages: Vec<StageWires> = Vec::with_capacity(plan.stages.len());
-        for stage in &plan.stages {
+        let mut stages: Vec<StageWires> = Vec::with_capacity(plan.stages().len());
+        for stage in plan.stages() {
             match wires(plan, &stages, stage) {
                 Ok(wires) => stages.push(wires),
                 Err(why) => {
-                    found.push(internal(&stage.name, why));
+                    found.push(internal(stage.name(), why));
                     return Err(found);
                 }
             }
         }
-        for (index, stage) in plan.stages.iter().enumerate() {
+        for (index, stage) in plan.stages().iter().enumerate() {
             let writers: Vec<usize> = stages[index].sources.iter().map(|s| s.writer).collect();
             for writer in writers {
                 stages[writer].readers.push(index);
             }
-            for before in &stage.after {
+            for before in stage.after() {
                 stages[*before].followers.push(index);
             }
         }
@@ -130,14 +130,14 @@ impl Wiring {
         for (stage, mask) in stages.iter_mut().zip(masks) {
             stage.mask = mask;
         }
-        let mut takers = vec![Vec::new(); plan.tables.len()];
-        for (index, stage) in plan.stages.iter().enumerate() {
-            if let (Some(table), Cadence::Step) = (stage.table_in, stage.spec.cadence) {
+        let mut takers = vec![Vec::new(); plan.tables().len()];
+        for (index, stage) in plan.stages().iter().enumerate() {
+            if let (Some(table), Cadence::Step) = (stage.table_in(), stage.spec().cadence) {
                 takers[table].push(index);
             }
         }
-        let mut expansions = vec![Vec::new(); plan.tables.len()];
-        for (index, table) in plan.tables.iter().enumerate() {
+        let mut expansions = vec![Vec::new(); plan.tables().len()];
+        for (index, table) in plan.tables().iter().enumerate() {
             if let (Some(parent), false) = (table.parent, table.filtered) {
                 expansions[parent].push(index);
             }
@@ -152,7 +152,7 @@ impl Wiring {
 
 fn wires(plan: &Plan, before: &[StageWires], stage: &PlannedStage) -> Result<StageWires, String> {
     let outputs: Vec<OutputColumn> = stage
-        .spec
+        .spec()
         .writes
         .iter()
         .map(|field| OutputColumn {
@@ -168,21 +168,21 @@ fn wires(plan: &Plan, before: &[StageWires], stage: &PlannedStage) -> Result<Sta
         ArrowField::new(GROUP_ID, DataType::UInt64, false),
     ];
     let mut read = Vec::new();
-    for edge in &stage.inputs {
+    for edge in stage.inputs() {
         let writer = before
             .get(edge.writer)
             .ok_or("it reads from a later stage")?;
-        let planned = &plan.stages[edge.writer];
+        let planned = &plan.stages()[edge.writer];
         let column = writer
             .outputs
             .iter()
-            .position(|out| planned.rename.get(&out.local).unwrap_or(&out.local) == &edge.key)
-            .ok_or_else(|| format!("`{}` does not write `{}`", planned.name, edge.key))?;
+            .position(|out| planned.rename().get(&out.local).unwrap_or(&out.local) == &edge.key)
+            .ok_or_else(|| format!("`{}` does not write `{}`", planned.name(), edge.key))?;
         let source = match sources.iter().position(|s| s.writer == edge.writer) {
             Some(at) => at,
             None => {
                 let from = stage
-                    .table_in
+                    .table_in()
                     .ok_or("it reads keys but has no input rows")?;
                 let path = path(plan, from, edge.table).ok_or_else(|| {
                     format!("the rows of `{}` are not ancestors of its rows", edge.key)
@@ -201,10 +201,10 @@ fn wires(plan: &Plan, before: &[StageWires], stage: &PlannedStage) -> Result<Sta
         fields.push(ArrowField::new(edge.local.clone(), data_type, true));
         read.push(
             stage
-                .spec
+                .spec()
                 .reads
                 .iter()
-                .chain(&stage.spec.reads_optional)
+                .chain(&stage.spec().reads_optional)
                 .find(|f| f.name == edge.local),
         );
         inputs.push(InputColumn {
@@ -240,17 +240,17 @@ pub fn ragged_dim(field: &Field) -> Option<String> {
 /// The mask kinds of the rows that stage `index` emits. Searches only stages that it reads from: others may write at
 /// any time, and no result may depend on timing.
 fn mask_column(plan: &Plan, stages: &[StageWires], index: usize) -> Option<MaskColumn> {
-    let planned = plan.stages.get(index)?;
-    let table = match planned.spec.rows {
-        RowRule::Filter => planned.table_in?,
-        _ => planned.table_out?,
+    let planned = plan.stages().get(index)?;
+    let table = match planned.spec().rows {
+        RowRule::Filter => planned.table_in()?,
+        _ => planned.table_out()?,
     };
     let mut upstream = vec![index];
     let mut next = 0;
     while let Some(at) = upstream.get(next).copied() {
         next += 1;
         let column = stages[at].outputs.iter().position(|out| {
-            let key = plan.stages[at].key(&out.local);
+            let key = plan.stages()[at].key(&out.local);
             key == MASK_KINDS.name() && out.field.dtype == DType::U8
         });
         let Some(column) = column else {
@@ -262,7 +262,7 @@ fn mask_column(plan: &Plan, stages: &[StageWires], index: usize) -> Option<MaskC
         let out = &stages[at].outputs[column];
         let path = match at == index {
             true => Vec::new(),
-            false => path(plan, table, plan.stages[at].table_out?)?,
+            false => path(plan, table, plan.stages()[at].table_out()?)?,
         };
         return Some(MaskColumn {
             writer: at,
@@ -280,7 +280,7 @@ pub fn path(plan: &Plan, table: usize, to: usize) -> Option<Vec<Hop>> {
     let mut at = table;
     let mut path = Vec::new();
     while at != to {
-        let table = plan.tables.get(at)?;
+        let table = plan.tables().get(at)?;
         path.push(if table.filtered {
             Hop::Filter(at)
         } else {

@@ -315,8 +315,8 @@ fn report_fault(
         return Ok(());
     }
     // A rule on metrics names a group of metrics, which is not a stage.
-    let stages = &traced.schedule().plan.stages;
-    let stage = match stages.iter().any(|stage| stage.name == bad.stage) {
+    let stages = traced.schedule().plan().stages();
+    let stage = match stages.iter().any(|stage| stage.name() == bad.stage) {
         true => format!(" --stage {}", bad.stage),
         false => String::new(),
     };

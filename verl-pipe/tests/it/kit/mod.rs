@@ -380,7 +380,7 @@ pub fn trained() -> Decoder {
     }
 }
 
-/// GRPO: 60 prompts × 12 samples on 6 devices, two of them a rollout engine.
+/// GRPO: 60 prompts × 12 samples on one device.
 pub fn grpo() -> DataPipe {
     let reference = LogProbs {
         model: "ref".to_owned(),
@@ -405,8 +405,8 @@ pub fn grpo() -> DataPipe {
             epochs: 1,
         })
         .devices(DevicesConfig {
-            group: "cuda:0-5".to_owned(),
-            rollout_tensor_parallel: 2,
+            group: "cuda:0".to_owned(),
+            ..DevicesConfig::default()
         })
         .data(
             "train",

@@ -173,12 +173,12 @@ impl Changes {
     /// Why a stage is not at fault for rows that differ from the recording: it is a source, and the data that it draws
     /// from were changed.
     pub(crate) fn other_data(&self, plan: &Plan, stage: &PlannedStage) -> Option<String> {
-        if stage.spec.rows != RowRule::Source {
+        if stage.spec().rows != RowRule::Source {
             return None;
         }
-        let mut stages = plan.pipe.stages.iter();
+        let mut stages = plan.pipe().stages.iter();
         let settings = stages
-            .find(|decl| decl.name == stage.name)?
+            .find(|decl| decl.name == stage.name())?
             .config
             .as_object();
         let names = |data: &str| {
@@ -186,14 +186,14 @@ impl Changes {
             values.any(|value| value == data)
         };
         // A stage whose settings do not name a data set may draw from any.
-        let any = !plan.pipe.data.iter().any(|data| names(&data.name));
+        let any = !plan.pipe().data.iter().any(|data| names(&data.name));
         let changed = self.data.iter().filter(|data| any || names(&data.name));
         let changed = changed.map(|data| format!("`{}` ({})", data.name, data.now.origin));
         let changed: Vec<String> = changed.collect();
         (!changed.is_empty()).then(|| {
             format!(
                 "stage `{}` would draw different rows, because data were changed since the recording: {}; restore the data to run it again",
-                stage.name,
+                stage.name(),
                 changed.join(", ")
             )
         })

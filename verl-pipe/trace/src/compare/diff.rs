@@ -92,9 +92,9 @@ pub struct RunDiff {
 
 /// Compares the inputs and outputs of the stages of one step in two runs. `schedule` is that of the first.
 pub fn diff_step(schedule: &Schedule, first: &RecordedStep, second: &RecordedStep) -> StepDiff {
-    let stages = schedule.plan.stages.iter().filter_map(|planned| {
-        let left = first.stages.get(&planned.name)?;
-        let right = second.stages.get(&planned.name)?;
+    let stages = schedule.plan().stages().iter().filter_map(|planned| {
+        let left = first.stages.get(planned.name())?;
+        let right = second.stages.get(planned.name())?;
         let mut diff = diff_stage(planned, left, right);
         diff.first = diff.first.or_else(|| weights_after(planned, first, second));
         Some(diff)
@@ -106,7 +106,7 @@ pub fn diff_step(schedule: &Schedule, first: &RecordedStep, second: &RecordedSte
 }
 
 fn diff_stage(planned: &PlannedStage, first: &RecordedStage, second: &RecordedStage) -> StageDiff {
-    let stage = planned.name.as_str();
+    let stage = planned.name();
     let left = Rows::new(first.outputs.iter().map(|output| &output.batch));
     let right = Rows::new(second.outputs.iter().map(|output| &output.batch));
     let order = left.ordered(&first.input_ids());
@@ -130,7 +130,7 @@ fn diff_stage(planned: &PlannedStage, first: &RecordedStage, second: &RecordedSt
     );
     let mut diff = StageDiff {
         stage: stage.to_owned(),
-        is_source: planned.spec.rows == RowRule::Source,
+        is_source: planned.spec().rows == RowRule::Source,
         inputs: diff_inputs(planned, first, second),
         rows_of_both: both.len(),
         rows_of_first: order.len() - both.len(),
@@ -138,7 +138,7 @@ fn diff_stage(planned: &PlannedStage, first: &RecordedStage, second: &RecordedSt
         keys: Vec::new(),
         first: None,
     };
-    for field in &planned.spec.writes {
+    for field in &planned.spec().writes {
         let key = field.name.as_ref();
         let compared = ComparedKey {
             left: key,
@@ -212,9 +212,10 @@ pub fn diff_settings(first: &Value, second: &Value) -> Vec<(String, Value, Value
 
 #[cfg(test)]
 mod tests {
-    use verl_declare::pipe::DataPipe;
+    use verl_declare::pipe::{DataPipe, stage_fn};
+    use verl_plan::Plannable;
     use verl_words::batch::{Batch, RaggedColumn, RowId};
-    use verl_words::keys::ADVANTAGES;
+    use verl_words::keys::{ADVANTAGES, PROMPTS};
     use verl_words::stage::StageSpec;
 
     use super::*;
@@ -250,25 +251,13 @@ mod tests {
     }
 
     fn planned() -> PlannedStage {
-        PlannedStage {
-            name: "s".to_owned(),
-            kind: "s".to_owned(),
-            spec: StageSpec::new().writes(ADVANTAGES),
-            rename: Default::default(),
-            inputs: Vec::new(),
-            after: Vec::new(),
-            table_in: None,
-            table_out: None,
-            slice_rows: 1,
-            build: DataPipe::new("p")
-                .add_stage(
-                    "s",
-                    verl_declare::pipe::stage_fn(StageSpec::new(), |_, _| Ok(())),
-                )
-                .stages[0]
-                .build
-                .clone(),
-        }
+        let source = StageSpec::new().rows(RowRule::Source).writes(PROMPTS);
+        let spec = StageSpec::new().reads(PROMPTS).writes(ADVANTAGES);
+        let plan = DataPipe::new("p")
+            .add_stage("source", stage_fn(source, |batch, ctx| ctx.emit(batch)))
+            .add_stage("s", stage_fn(spec, |batch, ctx| ctx.emit(batch)))
+            .plan();
+        plan.expect("a plan").stages()[1].clone()
     }
 
     #[track_caller]

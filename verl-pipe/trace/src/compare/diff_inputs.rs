@@ -83,7 +83,7 @@ pub(crate) fn diff_inputs(
         is_recorded: !first.inputs.is_empty() && !second.inputs.is_empty(),
         ..InputsDiff::default()
     };
-    for (model, _) in &planned.spec.models {
+    for (model, _) in &planned.spec().models {
         match hashes(first.weights.get(model), second.weights.get(model)) {
             None => diff.weights_unknown.push(model.clone()),
             Some((left, right)) if left != right => {
@@ -100,7 +100,7 @@ pub(crate) fn diff_inputs(
     let left = Rows::new(first.inputs.iter().map(|input| &input.batch));
     let right = Rows::new(second.inputs.iter().map(|input| &input.batch));
     let keys: Vec<ComparedKey<'_>> = planned
-        .inputs
+        .inputs()
         .iter()
         .map(|edge| ComparedKey {
             left: &edge.local,
@@ -110,7 +110,7 @@ pub(crate) fn diff_inputs(
         .collect();
     let mut found = compare_rows(
         &Pairing {
-            stage: &planned.name,
+            stage: planned.name(),
             order: left.ids(),
             partner: &|id| id,
             absent_is_null: false,
@@ -121,10 +121,10 @@ pub(crate) fn diff_inputs(
         &right,
     );
     let fields = planned
-        .spec
+        .spec()
         .reads
         .iter()
-        .chain(&planned.spec.reads_optional);
+        .chain(&planned.spec().reads_optional);
     let mut identifiers = fields.filter(|field| field.is_identifier());
     if let Some(first) = &mut found.first
         && identifiers.any(|field| field.name == first.key)
@@ -142,7 +142,7 @@ pub(crate) fn weights_after(
     first: &RecordedStep,
     second: &RecordedStep,
 ) -> Option<Difference> {
-    planned.spec.models.iter().find_map(|(model, access)| {
+    planned.spec().models.iter().find_map(|(model, access)| {
         let after = |step: &'_ RecordedStep| step.weights_after.get(model).cloned();
         let (left, right) = (after(first), after(second));
         let (left, right) = hashes(left.as_ref(), right.as_ref())?;
@@ -168,5 +168,6 @@ fn weights(
     right: &WeightsVersion,
 ) -> Difference {
     let value = |version: &WeightsVersion| format!("{version} {moment} the stage");
-    Difference::new(&planned.name, model, DifferenceKind::Weights).values(value(left), value(right))
+    Difference::new(planned.name(), model, DifferenceKind::Weights)
+        .values(value(left), value(right))
 }

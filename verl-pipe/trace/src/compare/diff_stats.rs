@@ -66,12 +66,12 @@ fn by_step(rows: &[StatRow]) -> BTreeMap<u64, Emitted<'_>> {
 pub fn diff_stats(schedule: &Schedule, first: &[StatRow], second: &[StatRow]) -> StatsDiff {
     let (left, right) = (by_step(first), by_step(second));
     let written: Vec<(&str, &str)> = schedule
-        .plan
-        .stages
+        .plan()
+        .stages()
         .iter()
         .flat_map(|stage| {
-            let keys = stage.spec.writes.iter();
-            keys.map(|field| (stage.name.as_str(), field.name.as_ref()))
+            let keys = stage.spec().writes.iter();
+            keys.map(|field| (stage.name(), field.name.as_ref()))
         })
         .collect();
     let mut diff = StatsDiff::default();
@@ -100,9 +100,9 @@ pub fn diff_stats(schedule: &Schedule, first: &[StatRow], second: &[StatRow]) ->
     if let Some((step, stage, key)) = &diff.parting {
         diff.cause = cause(schedule, *step, stage, first, second);
         let name = (stage.as_str(), key.as_str());
-        let mut stages = schedule.plan.stages.iter();
-        let planned = stages.find(|planned| planned.name == *stage);
-        let field = planned.and_then(|stage| stage.spec.writes.iter().find(|f| f.name == *key));
+        let mut stages = schedule.plan().stages().iter();
+        let planned = stages.find(|planned| planned.name() == *stage);
+        let field = planned.and_then(|stage| stage.spec().writes.iter().find(|f| f.name == *key));
         diff.is_identifier = field.is_some_and(Field::is_identifier);
         for step in &mut diff.steps {
             let first = left[&step.step].get(&name).copied();
@@ -129,10 +129,10 @@ fn cause(
     second: &[StatRow],
 ) -> Option<Cause> {
     let planned = schedule
-        .plan
-        .stages
+        .plan()
+        .stages()
         .iter()
-        .find(|stage| stage.name == name)?;
+        .find(|stage| stage.name() == name)?;
     let given = |rows: &'_ [StatRow]| -> BTreeMap<String, u64> {
         let rows = rows
             .iter()
@@ -142,11 +142,11 @@ fn cause(
     let (left, right) = (given(first), given(second));
     Some(match left == right {
         false => Cause::InputsDiffer,
-        true if planned.spec.rows == RowRule::Source => Cause::Source,
+        true if planned.spec().rows == RowRule::Source => Cause::Source,
         true if left.is_empty() => Cause::Unknown,
-        true if planned.spec.models.is_empty() => Cause::SameInputs,
+        true if planned.spec().models.is_empty() => Cause::SameInputs,
         true => {
-            let models = planned.spec.models.iter();
+            let models = planned.spec().models.iter();
             Cause::WeightsUnknown(models.map(|(model, _)| model.clone()).collect())
         }
     })

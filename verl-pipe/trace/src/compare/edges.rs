@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use verl_plan::schedule::placement::Schedule;
 use verl_plan::schedule::wiring::{Hop, InputColumn};
 use verl_run::convert::convert;
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::batch::{Batch, RowId};
 
 use crate::compare::difference::{Comparison, Tolerance};
@@ -27,16 +28,16 @@ pub(crate) fn compare_inputs(
     recorded: &RecordedStep,
     reader: usize,
 ) -> Vec<ComparedEdges> {
-    let planned = &schedule.plan.stages[reader];
-    let Some(stage) = recorded.stages.get(&planned.name) else {
+    let planned = &schedule.plan().stages()[reader];
+    let Some(stage) = recorded.stages.get(planned.name()) else {
         return Vec::new();
     };
     let given = Rows::new(stage.inputs.iter().map(|input| &input.batch));
     let mut found = Vec::from_iter(compare_identities(schedule, recorded, reader, &given));
-    let wires = &schedule.wiring.stages[reader];
+    let wires = &schedule.wiring().stages[reader];
     for (at, source) in wires.sources.iter().enumerate() {
-        let writer = &schedule.plan.stages[source.writer];
-        let Some(written) = recorded.stages.get(&writer.name) else {
+        let writer = &schedule.plan().stages()[source.writer];
+        let Some(written) = recorded.stages.get(writer.name()) else {
             continue;
         };
         let columns: Vec<&InputColumn> = wires
@@ -44,7 +45,7 @@ pub(crate) fn compare_inputs(
             .iter()
             .filter(|input| input.source == at)
             .collect();
-        let outputs = &schedule.wiring.stages[source.writer].outputs;
+        let outputs = &schedule.wiring().stages[source.writer].outputs;
         let keys: Vec<ComparedKey<'_>> = columns
             .iter()
             .map(|column| ComparedKey {
@@ -62,7 +63,7 @@ pub(crate) fn compare_inputs(
             false => id,
         };
         let pairing = Pairing {
-            stage: &planned.name,
+            stage: planned.name(),
             order: given.ids(),
             partner: &partner,
             absent_is_null: schedule.tolerates_row_errors(source.writer),
@@ -83,20 +84,20 @@ fn compare_identities(
     reader: usize,
     given: &Rows<'_>,
 ) -> Option<ComparedEdges> {
-    let plan = &schedule.plan;
-    let planned = &plan.stages[reader];
-    let maker = plan.tables[planned.table_in?].made_by;
-    let made = recorded.stages.get(&plan.stages[maker].name)?;
+    let plan = schedule.plan();
+    let planned = &plan.stages()[reader];
+    let maker = plan.tables()[planned.table_in()?].made_by;
+    let made = recorded.stages.get(plan.stages()[maker].name())?;
     let right = Rows::new(made.outputs.iter().map(|output| &output.batch));
     let order = right.ordered(&made.input_ids());
     let pairing = Pairing {
-        stage: &planned.name,
+        stage: planned.name(),
         order: given.ids(),
         partner: &|id| id,
         absent_is_null: false,
         // Rows that a filter kept beyond the wanted number of groups are not passed on.
-        both_ways: plan.stages[maker]
-            .spec
+        both_ways: plan.stages()[maker]
+            .spec()
             .refill
             .is_none()
             .then_some(&order[..]),

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use verl_plan::schedule::placement::Schedule;
 use verl_run::guard::{GuardError, GuardScope, MaskOf};
 use verl_run::masks::kinds_of;
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::batch::{Batch, RowId};
 use verl_words::keys;
 use verl_words::stage::RowRule;
@@ -69,13 +70,13 @@ fn guard(
         .enumerate()
         .map(|(row, id)| order.get(id).copied().unwrap_or(row as u32))
         .collect();
-    let planned = &schedule.plan.stages[index];
-    let mask = schedule.wiring.stages[index].mask.as_ref();
+    let planned = &schedule.plan().stages()[index];
+    let mask = schedule.wiring().stages[index].mask.as_ref();
     let masks = batch.column(keys::MASK_KINDS.name());
     let kinds = |row: usize| masks.and_then(|masks| kinds_of(masks, row));
     let scope = GuardScope {
-        stage: &planned.name,
-        wires: &schedule.wiring.stages[index],
+        stage: planned.name(),
+        wires: &schedule.wiring().stages[index],
         positions: &positions,
         ids: &ids,
         mask: mask.map(|mask| MaskOf {
@@ -84,7 +85,7 @@ fn guard(
         }),
     };
     let result = if output {
-        let same_rows = matches!(planned.spec.rows, RowRule::Same | RowRule::Filter);
+        let same_rows = matches!(planned.spec().rows, RowRule::Same | RowRule::Filter);
         let input = stage
             .inputs
             .iter()
@@ -97,12 +98,12 @@ fn guard(
             scope.lengths(input.map(|input| (input, input_ids.as_slice())), &columns)
         })
     } else {
-        let named = schedule.wiring.stages[index].inputs.iter();
+        let named = schedule.wiring().stages[index].inputs.iter();
         let names: Vec<&str> = named.map(|input| input.local.as_str()).collect();
         // The guard finds an input's columns by position.
         match batch.select(&names) {
             Ok(batch) => scope.lengths(Some((&batch, &ids)), &[]),
-            Err(_) => Err(missing_key(&planned.name, batch, &names)),
+            Err(_) => Err(missing_key(planned.name(), batch, &names)),
         }
     };
     result.err().map(|error| guard_violation(&error, output))
@@ -246,14 +247,14 @@ fn bad_value(
 
 /// Finds an input row that the stage did not emit as often as its row rule requires.
 fn missing_rows(schedule: &Schedule, index: usize, stage: &RecordedStage) -> Option<Violation> {
-    let planned = &schedule.plan.stages[index];
-    let expected = match planned.spec.rows {
-        RowRule::Same if !planned.spec.writes.is_empty() => 1,
+    let planned = &schedule.plan().stages()[index];
+    let expected = match planned.spec().rows {
+        RowRule::Same if !planned.spec().writes.is_empty() => 1,
         RowRule::Expand(n) => n,
         _ => return None,
     };
     let mut emitted: HashMap<u64, usize> = HashMap::new();
-    let by_group = matches!(planned.spec.rows, RowRule::Expand(_));
+    let by_group = matches!(planned.spec().rows, RowRule::Expand(_));
     let name = |id: u64| if by_group { RowId(id).group() } else { id };
     for id in stage.outputs.iter().flat_map(|output| output.batch.ids()) {
         *emitted.entry(name(id.0)).or_default() += 1;

@@ -20,4 +20,4 @@ pub use diff_stats::{StatsDiff, StatsStep};
 pub use difference::{Comparison, Difference, DifferenceKind, Tolerance};
 pub(crate) use edges::compare_inputs;
 pub(crate) use invariants::{Violation, first_violation};
-pub(crate) use rows::{ComparedKey, Pairing, Rows, compare_rows, rows_of};
+pub use rows::{ComparedKey, Pairing, Rows, compare_rows, rows_of};

@@ -6,6 +6,7 @@ use std::collections::HashMap;
 
 use arrow_array::Array;
 use arrow_schema::DataType;
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::batch::{Batch, RowId, SAMPLE_ID};
 
 use crate::compare::cell::{Cell, cell};
@@ -13,7 +14,7 @@ use crate::compare::difference::{Comparison, Difference, DifferenceKind, Toleran
 use crate::files::RecordedStage;
 
 /// Rows of several batches, found by identity.
-pub(crate) struct Rows<'a> {
+pub struct Rows<'a> {
     batches: Vec<&'a Batch>,
     places: HashMap<u64, (usize, usize)>,
     /// Identities in order of arrival.
@@ -86,7 +87,7 @@ impl<'a> Rows<'a> {
 }
 
 /// The rows of a stage, in declared order: its output rows, or its input rows if it emits none.
-pub(crate) fn rows_of(recorded: &RecordedStage) -> Vec<RowId> {
+pub fn rows_of(recorded: &RecordedStage) -> Vec<RowId> {
     let given = recorded.input_ids();
     let emitted = Rows::new(recorded.outputs.iter().map(|output| &output.batch));
     let ids = match emitted.ids().is_empty() {
@@ -97,14 +98,14 @@ pub(crate) fn rows_of(recorded: &RecordedStage) -> Vec<RowId> {
 }
 
 /// A key to compare: its name on the left, its name on the right, and the tolerance.
-pub(crate) struct ComparedKey<'a> {
+pub struct ComparedKey<'a> {
     pub left: &'a str,
     pub right: &'a str,
     pub tolerance: Tolerance,
 }
 
 /// How rows of the two sides are paired.
-pub(crate) struct Pairing<'a> {
+pub struct Pairing<'a> {
     pub stage: &'a str,
     /// Rows of the left side in declared order.
     pub order: &'a [u64],
@@ -117,7 +118,7 @@ pub(crate) struct Pairing<'a> {
 }
 
 /// Compares `keys` of rows of two sides.
-pub(crate) fn compare_rows(
+pub fn compare_rows(
     pairing: &Pairing<'_>,
     keys: &[ComparedKey<'_>],
     left: &Rows<'_>,

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use verl_rules::{Anomaly, Severity};
+use verl_rules::{Anomaly, RuleSeverity};
 
 use crate::files::trace_dir::TraceDir;
 
@@ -18,7 +18,7 @@ impl TraceDir {
     /// The anomaly that ended the run, if the run ended that way: `reason` is the one in its `status.json`.
     pub fn stopped(&self, reason: &str) -> Option<Anomaly> {
         let stops = |anomaly: &Anomaly| {
-            anomaly.severity == Severity::Stop && reason.starts_with(&anomaly.to_string())
+            anomaly.severity == RuleSeverity::Stop && reason.starts_with(&anomaly.to_string())
         };
         self.anomalies().into_iter().rev().find(stops)
     }

@@ -1,71 +1,21 @@
-//! Files that are written under a temporary name and then renamed: a file under its final name is complete.
+//! Files of a trace: written aside and renamed, so a file under its final name is complete.
 
 use std::fs::{self, File};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::Serialize;
+use verl_run::atomic_file::AtomicFile;
 
 use crate::files::error::TraceError;
-
-/// The temporary path of a file until it is complete; in the same folder, so that renaming is atomic.
-pub(crate) fn partial_path(path: &Path) -> PathBuf {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    path.with_file_name(format!(".{name}.partial"))
-}
-
-/// A file under construction. Dropping it before [`Partial::commit`] removes the file.
-#[derive(Debug)]
-pub(crate) struct Partial {
-    path: PathBuf,
-    temporary: PathBuf,
-    committed: bool,
-}
-
-impl Partial {
-    /// Creates the file under its temporary name.
-    pub fn create(path: PathBuf) -> Result<(Partial, File), TraceError> {
-        let temporary = partial_path(&path);
-        let file =
-            File::create(&temporary).map_err(|e| TraceError::file("create", &temporary, e))?;
-        let partial = Partial {
-            path,
-            temporary,
-            committed: false,
-        };
-        Ok((partial, file))
-    }
-
-    /// The final path.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Renames the file to its final name.
-    pub fn commit(mut self) -> Result<(), TraceError> {
-        let renamed = fs::rename(&self.temporary, &self.path);
-        renamed.map_err(|e| TraceError::file("rename", &self.temporary, e))?;
-        self.committed = true;
-        Ok(())
-    }
-}
-
-impl Drop for Partial {
-    fn drop(&mut self) {
-        if !self.committed {
-            // The file may be what fills the disk. The error that came before is the one to report.
-            let _ = fs::remove_file(&self.temporary);
-        }
-    }
-}
 
 /// Writes a file with `write` under a temporary name and then renames it. A failure leaves no file.
 pub fn write_atomically<T>(
     path: &Path,
     write: impl FnOnce(File) -> Result<T, TraceError>,
 ) -> Result<T, TraceError> {
-    let (partial, file) = Partial::create(path.to_owned())?;
+    let (atomic, file) = AtomicFile::create(path)?;
     let value = write(file)?;
-    partial.commit()?;
+    atomic.replace()?;
     Ok(value)
 }
 

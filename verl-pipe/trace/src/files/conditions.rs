@@ -92,13 +92,13 @@ impl Machine {
 impl Conditions {
     /// The conditions of a schedule on this machine.
     pub fn of(schedule: &Schedule) -> Conditions {
-        let plan = &schedule.plan;
+        let plan = schedule.plan();
         Conditions {
             format: FORMAT,
             plan_hash: plan_hash(plan),
-            settings: settings_of(&plan.pipe),
-            machine: Machine::here(&schedule.groups[0].name, plan.pipe.cpu_kernels()),
-            stages: plan.stages.iter().map(StageShape::of).collect(),
+            settings: settings_of(plan.pipe()),
+            machine: Machine::here(&schedule.groups()[0].name, plan.pipe().cpu_kernels()),
+            stages: plan.stages().iter().map(StageShape::of).collect(),
         }
     }
 

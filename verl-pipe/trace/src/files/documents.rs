@@ -16,7 +16,7 @@ use crate::files::error::TraceError;
 /// Key of the [`StageManifest`] in the Parquet file metadata.
 pub const MANIFEST_KEY: &str = "verl.trace";
 
-/// Note of a step for which the flight recorder did not keep all rows.
+/// Note of a step for which the flight recorder did not keep all rows, or could not write some.
 pub const ROWS_MISSING: &str = "rows that did not fit into the flight recorder are missing";
 
 /// Content of `trace/format.json`.

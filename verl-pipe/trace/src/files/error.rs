@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use verl_rules::format::FORMAT;
+use verl_run::atomic_file::AtomicFileError;
 
 /// Why a trace cannot be written or read. [`TraceError::code`] leads to a page in `docs/errors/`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -81,6 +82,12 @@ pub enum TraceError {
         /// The reason that the system gave.
         reason: String,
     },
+}
+
+impl From<AtomicFileError> for TraceError {
+    fn from(error: AtomicFileError) -> TraceError {
+        TraceError::file(error.operation, &error.path, error.source)
+    }
 }
 
 impl TraceError {

@@ -78,13 +78,13 @@ pub struct TracedKey {
 pub fn describe_pipeline(plan: &Plan) -> String {
     let document = TracedPipeline {
         format: FORMAT,
-        pipeline: plan.pipe.name.clone(),
+        pipeline: plan.pipe().name.clone(),
         rows: RowsOfStep {
-            prompts: plan.batch.prompts,
-            samples_of_a_step: plan.batch.rows,
+            prompts: plan.batch().prompts,
+            samples_of_a_step: plan.batch().rows,
         },
         stages: plan
-            .stages
+            .stages()
             .iter()
             .map(|stage| of_stage(plan, stage))
             .collect(),
@@ -97,23 +97,33 @@ pub fn describe_pipeline(plan: &Plan) -> String {
 }
 
 fn of_stage(plan: &Plan, stage: &PlannedStage) -> TracedStage {
-    let decl = plan.pipe.stages.iter().find(|decl| decl.name == stage.name);
-    let reads = stage.inputs.iter().filter_map(|edge| {
-        let mut own = stage.spec.reads.iter().chain(&stage.spec.reads_optional);
+    let decl = plan
+        .pipe()
+        .stages
+        .iter()
+        .find(|decl| decl.name == stage.name());
+    let reads = stage.inputs().iter().filter_map(|edge| {
+        let mut own = stage
+            .spec()
+            .reads
+            .iter()
+            .chain(&stage.spec().reads_optional);
         let field = own.find(|field| field.name == edge.local)?;
         Some(TracedKey {
-            from: Some(plan.stages[edge.writer].name.clone()),
-            rows: Some(plan.tables[edge.table].rows.clone()),
+            from: Some(plan.stages()[edge.writer].name().to_owned()),
+            rows: Some(plan.tables()[edge.table].rows.clone()),
             ..of_field(field, &edge.key)
         })
     });
-    let writes = stage.spec.writes.iter().map(|field| TracedKey {
-        rows: stage.table_out.map(|table| plan.tables[table].rows.clone()),
+    let writes = stage.spec().writes.iter().map(|field| TracedKey {
+        rows: stage
+            .table_out()
+            .map(|table| plan.tables()[table].rows.clone()),
         ..of_field(field, stage.key(&field.name))
     });
     TracedStage {
-        name: stage.name.clone(),
-        kind: stage.kind.clone(),
+        name: stage.name().to_owned(),
+        kind: stage.kind().to_owned(),
         parameters: decl.map(|decl| decl.config.clone()),
         reads: reads.collect(),
         writes: writes.collect(),

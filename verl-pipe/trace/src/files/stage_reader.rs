@@ -12,6 +12,7 @@ use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use parquet::basic::Compression;
 use parquet::file::metadata::ParquetMetaData;
 use verl_rules::format::Side;
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::batch::{Batch, GROUP_ID, RowId, SAMPLE_ID};
 
 use crate::files::documents::{KeyColumn, MANIFEST_KEY, SliceSpan, StageManifest, parse};

@@ -4,7 +4,6 @@
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -30,76 +29,18 @@ pub struct StageShape {
     pub name: String,
     /// Registered kind.
     pub kind: String,
-    /// Keys that it needs.
-    pub reads: Vec<Field>,
-    /// Keys that it reads if some stage writes them.
-    pub reads_optional: Vec<Field>,
-    /// Keys that it writes.
-    pub writes: Vec<Field>,
-    /// Keys that it reads once per group.
-    pub broadcast: Vec<String>,
-    /// What it does to rows.
-    pub rows: RowRule,
-    /// How its input may be split.
-    pub cardinality: Cardinality,
-    /// When it runs.
-    pub cadence: Cadence,
-    /// Models that it uses.
-    pub models: Vec<(String, Access)>,
-    /// Rows per call, if declared.
-    pub slice_rows: Option<usize>,
-    /// Longest time for a row, if declared (seconds).
-    pub deadline_s: Option<f64>,
-    /// What happens to a row that failed.
-    pub on_row_error: OnRowError,
-    /// Number of groups to keep.
-    pub refill: Option<Refill>,
-    /// Whether it draws different rows in each wave.
-    pub draws_waves: bool,
+    /// What it declares.
+    #[serde(flatten)]
+    pub spec: StageSpec,
 }
 
 impl StageShape {
     /// The declaration of a planned stage.
     pub fn of(stage: &PlannedStage) -> StageShape {
-        let spec = &stage.spec;
         StageShape {
-            name: stage.name.clone(),
-            kind: stage.kind.clone(),
-            reads: spec.reads.clone(),
-            reads_optional: spec.reads_optional.clone(),
-            writes: spec.writes.clone(),
-            broadcast: spec.broadcast.clone(),
-            rows: spec.rows,
-            cardinality: spec.cardinality,
-            cadence: spec.cadence,
-            models: spec.models.clone(),
-            slice_rows: spec.slice_rows,
-            deadline_s: spec.deadline.map(|deadline| deadline.as_secs_f64()),
-            on_row_error: spec.on_row_error,
-            refill: spec.refill,
-            draws_waves: spec.draws_waves,
-        }
-    }
-
-    fn spec(&self) -> StageSpec {
-        StageSpec {
-            reads: self.reads.clone(),
-            reads_optional: self.reads_optional.clone(),
-            writes: self.writes.clone(),
-            broadcast: self.broadcast.clone(),
-            rows: self.rows,
-            cardinality: self.cardinality,
-            cadence: self.cadence,
-            models: self.models.clone(),
-            slice_rows: self.slice_rows,
-            deadline: self
-                .deadline_s
-                .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()),
-            on_row_error: self.on_row_error,
-            refill: self.refill,
-            draws_waves: self.draws_waves,
-            not_replayed: Some(no_kind(&self.kind)),
-            ..StageSpec::new()
+            name: stage.name().to_owned(),
+            kind: stage.kind().to_owned(),
+            spec: stage.spec().clone(),
         }
     }
 }
@@ -113,7 +54,10 @@ struct StandIn(StageShape);
 
 impl Stage for StandIn {
     fn spec(&self) -> StageSpec {
-        self.0.spec()
+        StageSpec {
+            not_replayed: Some(no_kind(&self.0.kind)),
+            ..self.0.spec.clone()
+        }
     }
 
     fn run(&mut self, _: Batch, _: &mut StageContext<'_>) -> Result<(), StageError> {
@@ -187,4 +131,81 @@ fn stand_in(entry: &toml::Value, conditions: &Conditions) -> Option<StageDecl> {
         debug,
         build: Arc::new(move |_| Ok(Box::new(StandIn(shape.clone())))),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use verl_words::keys::{PROMPTS, REWARDS};
+    use verl_words::stage::{Access, OnShort, Refill, RowRule};
+
+    use super::*;
+
+    #[test]
+    fn a_recorded_declaration_is_read_again() {
+        let spec = StageSpec::new()
+            .reads(REWARDS)
+            .reads_broadcast(PROMPTS)
+            .rows(RowRule::Expand(4))
+            .uses("actor", Access::Update)
+            .deadline(Duration::from_millis(1500))
+            .refill(Refill {
+                groups: 2,
+                waves: 3,
+                on_short: OnShort::Continue,
+            });
+        let shape = StageShape {
+            name: "own".to_owned(),
+            kind: "custom".to_owned(),
+            spec: spec.clone(),
+        };
+        let text = serde_json::to_string(&shape).expect("serialises");
+        let read: StageShape = serde_json::from_str(&text).expect("is read");
+        assert_eq!(read, shape);
+        // What a plan does not require is not recorded.
+        let more = StageShape {
+            spec: spec.once("a penalty").remedy("rewards", "score them"),
+            ..shape
+        };
+        assert_eq!(serde_json::to_string(&more).expect("serialises"), text);
+    }
+
+    #[test]
+    fn names_in_recordings_stay() {
+        let shape = StageShape {
+            name: String::new(),
+            kind: String::new(),
+            spec: StageSpec::new(),
+        };
+        let value = serde_json::to_value(&shape).expect("serialises");
+        let mut names: Vec<&str> = value
+            .as_object()
+            .expect("an object")
+            .keys()
+            .map(String::as_str)
+            .collect();
+        names.sort_unstable();
+        let expected = [
+            "broadcast",
+            "cadence",
+            "cardinality",
+            "deadline_s",
+            "draws_waves",
+            "kind",
+            "models",
+            "name",
+            "on_row_error",
+            "reads",
+            "reads_optional",
+            "refill",
+            "rows",
+            "slice_rows",
+            "writes",
+        ];
+        // A new name may be added with a default; none may be removed or renamed.
+        for name in expected {
+            assert!(names.contains(&name), "{name} is not in {names:?}");
+        }
+    }
 }

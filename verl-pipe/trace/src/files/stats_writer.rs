@@ -1,6 +1,6 @@
 //! The table of statistics on disk: Parquet parts of a few dozen steps, and an Arrow stream with the newest steps.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -8,16 +8,17 @@ use arrow_array::builder::{ListBuilder, PrimitiveBuilder};
 use arrow_array::types::{ArrowPrimitiveType, UInt16Type, UInt32Type};
 use arrow_array::{ArrayRef, Float64Array, RecordBatch, StringArray, UInt64Array};
 use arrow_ipc::writer::StreamWriter;
-use arrow_schema::{ArrowError, Schema};
+use arrow_schema::ArrowError;
 use parquet::arrow::ArrowWriter;
 use parquet::basic::Compression;
 use parquet::file::metadata::KeyValue;
 use parquet::file::properties::WriterProperties;
 use verl_rules::format::FORMAT;
 use verl_rules::stats::StatRow;
+use verl_run::atomic_file::AtomicFile;
 use verl_run::space::Room;
 
-use crate::files::atomic::{make_dir, partial_path, write_atomically};
+use crate::files::atomic::{make_dir, write_atomically};
 use crate::files::columns::{Of, STAT_COLUMNS};
 use crate::files::documents::MANIFEST_KEY;
 use crate::files::error::TraceError;
@@ -55,9 +56,10 @@ fn lists<T: ArrowPrimitiveType>(rows: &[StatRow], of: fn(&(u16, u32)) -> T::Nati
 pub struct StatsWriter {
     dir: PathBuf,
     part_steps: usize,
+    /// The stream; `None` if the next step begins a new one.
     live: Option<StreamWriter<File>>,
-    /// Steps since the last part. Each of them is in the stream too, unless writing the stream failed, so a reader
-    /// finds every step in the stream or in a part.
+    /// Steps since the last part, which are in no part. A new stream begins with all of them, so a reader finds every step
+    /// in the stream or in a part, even if writing a step or a part has failed.
     waiting: Vec<RecordBatch>,
     first_step: u64,
     /// Disk space, if part of it is reserved.
@@ -107,9 +109,10 @@ impl StatsWriter {
         if self.waiting.is_empty() {
             self.first_step = step;
         }
-        self.waiting.push(record.clone());
-        let streamed = self.stream(&record);
-        if self.waiting.len() >= self.part_steps {
+        self.waiting.push(record);
+        let streamed = self.stream();
+        // After a failed part the next one has its steps too.
+        if self.waiting.len().is_multiple_of(self.part_steps) {
             self.part()?;
         }
         streamed
@@ -127,27 +130,26 @@ impl StatsWriter {
             .dir
             .join(format!("part-{:08}.parquet", self.first_step));
         let schema = first.schema();
-        let waiting = std::mem::take(&mut self.waiting);
         // An upper bound: compressed it takes less. Until it is written, readers find the steps in the stream.
-        let size = waiting.iter().map(RecordBatch::get_array_memory_size).sum();
-        self.take_room(&path, size)?;
+        self.take_room(&path, size_of(&self.waiting))?;
         let failed = |e: parquet::errors::ParquetError| TraceError::file("write", &path, e);
-        write_atomically(&path, |file| {
-            let properties = WriterProperties::builder()
-                .set_compression(Compression::SNAPPY)
-                .set_created_by(concat!("verl-pipe ", env!("CARGO_PKG_VERSION")).to_owned())
-                .set_key_value_metadata(Some(vec![KeyValue::new(
-                    MANIFEST_KEY.to_owned(),
-                    format!("{{\"format\": {FORMAT}}}"),
-                )]))
-                .build();
-            let mut writer =
-                ArrowWriter::try_new(file, schema, Some(properties)).map_err(failed)?;
-            for record in &waiting {
-                writer.write(record).map_err(failed)?;
-            }
-            writer.close().map_err(failed).map(drop)
-        })?;
+        let (part, file) = AtomicFile::create(path.as_path())?;
+        let properties = WriterProperties::builder()
+            .set_compression(Compression::SNAPPY)
+            .set_created_by(concat!("verl-pipe ", env!("CARGO_PKG_VERSION")).to_owned())
+            .set_key_value_metadata(Some(vec![KeyValue::new(
+                MANIFEST_KEY.to_owned(),
+                format!("{{\"format\": {FORMAT}}}"),
+            )]))
+            .build();
+        let mut writer = ArrowWriter::try_new(file, schema, Some(properties)).map_err(failed)?;
+        for record in &self.waiting {
+            writer.write(record).map_err(failed)?;
+        }
+        writer.close().map_err(failed)?;
+        // The next stream replaces the one that has these steps, so the part must be on disk before.
+        part.durable()?;
+        self.waiting.clear();
         // The next step begins a new stream. Until then readers find these steps in both and use the part.
         self.live = None;
         Ok(())
@@ -157,29 +159,45 @@ impl StatsWriter {
         self.dir.join("live.arrows")
     }
 
-    fn stream(&mut self, record: &RecordBatch) -> Result<(), TraceError> {
+    /// Adds the last of the waiting steps to the stream. After an error the next step begins a new stream.
+    fn stream(&mut self) -> Result<(), TraceError> {
         let path = self.live_path();
-        self.take_room(&path, record.get_array_memory_size())?;
         let failed = |e: ArrowError| TraceError::file("write", &path, e);
-        let mut live = match self.live.take() {
-            Some(live) => live,
-            None => self.begin_stream(record.schema_ref())?,
+        let Some(mut live) = self.live.take() else {
+            self.live = self.begin_stream()?;
+            return Ok(());
         };
-        live.write(record).map_err(failed)?;
+        if let Some(record) = self.waiting.last() {
+            self.take_room(&path, record.get_array_memory_size())?;
+            live.write(record).map_err(failed)?;
+        }
         live.flush().map_err(failed)?;
         self.live = Some(live);
         Ok(())
     }
 
-    fn begin_stream(&self, schema: &Schema) -> Result<StreamWriter<File>, TraceError> {
+    /// A stream with all waiting steps, which replaces the one before.
+    fn begin_stream(&self) -> Result<Option<StreamWriter<File>>, TraceError> {
+        let Some(first) = self.waiting.first() else {
+            return Ok(None);
+        };
         let path = self.live_path();
-        let partial = partial_path(&path);
-        let file = File::create(&partial).map_err(|e| TraceError::file("create", &partial, e))?;
-        let writer = StreamWriter::try_new(file, schema)
-            .map_err(|e| TraceError::file("write", &partial, e))?;
-        fs::rename(&partial, &path).map_err(|e| TraceError::file("rename", &partial, e))?;
-        Ok(writer)
+        self.take_room(&path, size_of(&self.waiting))?;
+        let failed = |e: ArrowError| TraceError::file("write", &path, e);
+        let (stream, file) = AtomicFile::create(path.as_path())?;
+        let mut live = StreamWriter::try_new(file, first.schema_ref()).map_err(failed)?;
+        for record in &self.waiting {
+            live.write(record).map_err(failed)?;
+        }
+        live.flush().map_err(failed)?;
+        stream.replace()?;
+        Ok(Some(live))
     }
+}
+
+/// Bytes of records in memory.
+fn size_of(records: &[RecordBatch]) -> usize {
+    records.iter().map(RecordBatch::get_array_memory_size).sum()
 }
 
 #[cfg(test)]
@@ -192,6 +210,7 @@ mod tests {
     use crate::files::stats_reader::{from_record, parts};
     use crate::files::trace_dir::TraceDir;
     use crate::files::trace_writer::TraceWriter;
+    use std::fs;
 
     fn rows(step: u64) -> Vec<StatRow> {
         let numbers: ArrayRef = Arc::new(arrow_array::Float32Array::from(vec![
@@ -278,6 +297,56 @@ mod tests {
         assert_eq!(names, ["part-00000001.parquet", "part-00000004.parquet"]);
         writer.part().expect("writes");
         assert_eq!(read.stats(..).expect("reads"), expected);
+    }
+
+    #[track_caller]
+    fn check_readable(trace: &TraceDir, steps: std::ops::RangeInclusive<u64>) {
+        let expected: Vec<StatRow> = steps.flat_map(rows).collect();
+        assert_eq!(trace.stats(..).expect("reads"), expected);
+    }
+
+    #[test]
+    fn all_steps_are_readable_again_after_a_failed_write_of_the_stream() {
+        let (temp, trace) = trace();
+        let mut writer = StatsWriter::create(trace.layout().stats(), 9).expect("creates");
+        let read = TraceDir::open(temp.path()).expect("opens");
+        for step in 1..=2 {
+            writer.step(step, &rows(step)).expect("writes");
+        }
+        // As on a full disk, the file cannot be written.
+        let path = trace.layout().stats().join("live.arrows");
+        let live = writer.live.as_mut().expect("a stream");
+        *live.get_mut() = File::open(&path).expect("opens");
+        writer.step(3, &rows(3)).expect_err("read-only");
+        check_readable(&read, 1..=2);
+        // Nor can a new one be created.
+        let aside = AtomicFile::aside(&path);
+        fs::create_dir(&aside).expect("a folder");
+        writer.step(4, &rows(4)).expect_err("a folder in its place");
+        check_readable(&read, 1..=2);
+        fs::remove_dir(&aside).expect("removes");
+        for step in 5..=6 {
+            writer.step(step, &rows(step)).expect("writes");
+            check_readable(&read, 1..=step);
+        }
+    }
+
+    #[test]
+    fn no_step_is_lost_if_a_part_cannot_be_written() {
+        let (temp, trace) = trace();
+        let mut writer = StatsWriter::create(trace.layout().stats(), 2).expect("creates");
+        let read = TraceDir::open(temp.path()).expect("opens");
+        let aside = AtomicFile::aside(&trace.layout().stats().join("part-00000001.parquet"));
+        fs::create_dir(&aside).expect("a folder");
+        writer.step(1, &rows(1)).expect("writes");
+        writer.step(2, &rows(2)).expect_err("a folder in its place");
+        check_readable(&read, 1..=2);
+        fs::remove_dir(&aside).expect("removes");
+        for step in 3..=5 {
+            writer.step(step, &rows(step)).expect("writes");
+            check_readable(&read, 1..=step);
+        }
+        assert_eq!(parts(&trace.layout().stats()).len(), 1);
     }
 
     #[test]

@@ -1,10 +1,9 @@
 //! [`TraceDir`]: reads the trace of a run. It never writes, and can read the folder of a run in progress.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
-use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
+use std::{fmt, fs};
 
 use verl_rules::format::Side;
 use verl_words::batch::Batch;

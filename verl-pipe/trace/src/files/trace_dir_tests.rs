@@ -13,11 +13,12 @@ use arrow_schema::Field;
 use proptest::prelude::*;
 use serde_json::json;
 use verl_rules::format::FORMAT;
+use verl_run::atomic_file::AtomicFile;
 use verl_words::batch::RowId;
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::resource::WeightsVersion;
 
 use super::*;
-use crate::files::atomic::partial_path;
 use crate::files::documents::{Reason, StageFile, StageInfo, StepManifest};
 use crate::files::stage_reader::read_stage;
 use crate::files::trace_writer::{SliceAt, TraceWriter};
@@ -368,7 +369,7 @@ fn an_incomplete_step_is_skipped_with_a_note() {
     whole.finish().expect("ends");
     std::mem::forget(begun);
     fs::write(
-        partial_path(&writer.layout().manifest(3)),
+        AtomicFile::aside(&writer.layout().manifest(3)),
         "{\"format\": 1, \"st",
     )
     .expect("writes");

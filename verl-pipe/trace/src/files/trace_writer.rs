@@ -14,10 +14,12 @@ use parquet::file::metadata::KeyValue;
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use parquet::schema::types::ColumnPath;
 use verl_rules::format::Side;
+use verl_run::atomic_file::AtomicFile;
 use verl_run::space::Room;
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::batch::{Batch, GROUP_ID, SAMPLE_ID};
 
-use crate::files::atomic::{Partial, make_dir, write_json};
+use crate::files::atomic::{make_dir, write_json};
 use crate::files::columns::STEP_COLUMNS;
 use crate::files::documents::{
     KeyColumn, Layout, MANIFEST_KEY, SliceSpan, StageFile, StageManifest, StepManifest,
@@ -130,7 +132,7 @@ pub struct SliceAt {
 /// removes the file.
 pub struct StageWriter {
     groups: RowGroups,
-    partial: Partial,
+    partial: AtomicFile,
     schema: Arc<Schema>,
     /// Each span in `slices` starts where the span before it ends, and the last ends at `rows`. So every row belongs to
     /// exactly one span, and a reader detects lost or repeated rows.
@@ -150,7 +152,7 @@ impl StageWriter {
         let (schema, keys) = columns(inputs, outputs);
         header.keys = keys;
         header.slices = Vec::new();
-        let (partial, file) = Partial::create(dir.join(stage_file(&header.stage)))?;
+        let (partial, file) = AtomicFile::create(dir.join(stage_file(&header.stage)))?;
         let groups = RowGroups::new(file, schema.clone(), properties(), threads)
             .map_err(|e| TraceError::file("write", partial.path(), e))?;
         Ok(StageWriter {
@@ -225,7 +227,7 @@ impl StageWriter {
         let size = groups
             .close(KeyValue::new(MANIFEST_KEY.to_owned(), text))
             .map_err(|e| TraceError::file("write", &path, e))?;
-        partial.commit()?;
+        partial.replace()?;
         Ok(StageFile {
             stage: manifest.stage,
             file: path

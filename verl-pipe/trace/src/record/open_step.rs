@@ -6,8 +6,8 @@ use crate::files::StateRef;
 use crate::record::step_data::{StepData, StepFiles};
 
 /// State at the start of a step.
-#[derive(Debug, Default)]
-pub(crate) struct StepState {
+#[derive(Debug, Clone, Default)]
+pub(crate) struct StateRefs {
     pub models: BTreeMap<String, StateRef>,
     pub stages: BTreeMap<String, StateRef>,
 }
@@ -22,26 +22,31 @@ pub(crate) struct OpenStep {
     pub data: StepData,
     /// Unfinished files. Dropping them removes them, so nothing of an unwritten step is left.
     pub files: StepFiles,
-    /// The state at the start of a step, and the step. It comes before the step begins; used only for that step.
-    pub state: (u64, StepState),
+    /// The newest state at the start of a step, and the step. It comes before the step begins; used only for that step.
+    pub state: (u64, StateRefs),
 }
 
 impl OpenStep {
-    /// A step that has ended, without its state.
-    pub(crate) fn of(data: StepData) -> OpenStep {
+    /// A step that has ended. `state` is the newest state, which may be that of another step.
+    pub(crate) fn of(data: StepData, state: (u64, StateRefs)) -> OpenStep {
         OpenStep {
-            state: (data.step, StepState::default()),
+            state,
             data,
             files: StepFiles::default(),
         }
     }
 
-    /// Replaces the step by a new one. Keeps the state if it is that of the new step.
+    /// The state at the start of this step; empty if it is not known.
+    pub(crate) fn step_state(&self) -> StateRefs {
+        match self.state.0 == self.data.step {
+            true => self.state.1.clone(),
+            false => StateRefs::default(),
+        }
+    }
+
+    /// Replaces the step by a new one.
     pub(crate) fn begin(&mut self, step: u64) {
         self.data = StepData::new(step);
         self.files = StepFiles::default();
-        if self.state.0 != step {
-            self.state = (step, StepState::default());
-        }
     }
 }

@@ -35,7 +35,7 @@ use crate::files::{
     Conditions, Layout, ROW_GROUP_BYTES, StageInfo, StateRef, TraceError, TraceFormat, TraceWriter,
     write_json, write_state,
 };
-use crate::record::open_step::StepState;
+use crate::record::open_step::StateRefs;
 use crate::record::recording::{Message, Recording, SPILL_BYTES, Shared};
 use crate::record::step_data::{Part, StageAbout};
 use crate::record::watched_rule::WatchedRule;
@@ -112,21 +112,21 @@ impl Recorder {
         schedule: &Schedule,
         room: &Room,
     ) -> Result<Option<Arc<Recorder>>, TraceError> {
-        let plan = &schedule.plan;
-        let config = plan.pipe.trace.clone();
+        let plan = schedule.plan();
+        let config = plan.pipe().trace.clone();
         let stages = StageAbout::all(schedule);
         let debug_stages = stages.iter().any(|stage| stage.debug);
-        if !config.stats && !plan.pipe.records_in_full() {
+        if !config.stats && !plan.pipe().records_in_full() {
             return Ok(None);
         }
         let conditions = Conditions::of(schedule);
         let format = TraceFormat {
             format: FORMAT,
             verl: env!("CARGO_PKG_VERSION").to_owned(),
-            pipeline: plan.pipe.name.clone(),
+            pipeline: plan.pipe().name.clone(),
             plan_hash: conditions.plan_hash.clone(),
-            seed: plan.context.seed,
-            steps: plan.context.steps,
+            seed: plan.context().seed,
+            steps: plan.context().steps,
             stages: stages
                 .iter()
                 .map(|stage| StageInfo {
@@ -136,17 +136,17 @@ impl Recorder {
                 .collect(),
         };
         let writer = TraceWriter::create(run_dir, &format)?.with_room(room.clone());
-        if plan.pipe.records_in_full() {
+        if plan.pipe().records_in_full() {
             room.warn_about_budget(config.budget_mb);
         }
         let layout = writer.layout().clone();
         write_json(&layout.conditions(), &conditions)?;
         let on_cpu = schedule
-            .groups
+            .groups()
             .iter()
             .flat_map(|group| &group.devices)
             .all(|device| device == "cpu");
-        let models = plan.models.iter();
+        let models = plan.models().iter();
         let state_bytes = models
             .map(|model| model.info.weight_bytes + model.info.optimizer_bytes)
             .sum();
@@ -157,9 +157,9 @@ impl Recorder {
             fired,
         } = shared.clone();
         let listens = current_dispatch();
-        let deadline = seconds(plan.pipe.run.stage_deadline_s);
+        let deadline = seconds(plan.pipe().run.stage_deadline_s);
         let watch = Watch::start(Some(run_dir), deadline);
-        let custom = plan.pipe.rules.iter().map(|rule| (rule.build)());
+        let custom = plan.pipe().rules.iter().map(|rule| (rule.build)());
         let watched =
             |rule| Box::new(WatchedRule::new(rule, watch.activity_reporter())) as Box<dyn Rule>;
         let recording = Recording::new(
@@ -260,8 +260,8 @@ impl Recorder {
     }
 
     /// Writes the states that are not on disk; returns references to all of them.
-    fn references(&self, state: RunState) -> StepState {
-        let mut references = StepState::default();
+    fn references(&self, state: RunState) -> StateRefs {
+        let mut references = StateRefs::default();
         let mut on_disk = self.stored.lock().unwrap_or_else(PoisonError::into_inner);
         for (name, (version, stored)) in state.models {
             let reference = match (&stored, on_disk.get(&name)) {
@@ -517,5 +517,41 @@ impl Tap for Recorder {
 impl Drop for Recorder {
     fn drop(&mut self) {
         self.close();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use verl_declare::pipe::DataPipe;
+    use verl_plan::Plannable;
+    use verl_words::resource::StoredState;
+
+    use super::*;
+
+    #[test]
+    fn a_state_beyond_the_budget_is_left_out() {
+        let temp = tempfile::tempdir().expect("a folder");
+        let pipe = DataPipe::new("p").trace(TraceConfig {
+            every: Some(1),
+            budget_mb: 1,
+            ..TraceConfig::default()
+        });
+        let schedule = pipe.plan().expect("a plan").schedule().expect("places");
+        let recorder = Recorder::start(temp.path(), &schedule).expect("starts");
+        let recorder = recorder.expect("records");
+        let version = WeightsVersion {
+            step: 0,
+            hash: "ab".to_owned(),
+        };
+        let write = |byte: u8| {
+            let state = StoredState {
+                tensors: vec![byte; 9],
+                ..StoredState::default()
+            };
+            recorder.write(&version, &state).state
+        };
+        assert!(write(1).is_some());
+        recorder.used.store(1 << 20, Ordering::Relaxed);
+        assert_eq!(write(2), None);
     }
 }

@@ -14,7 +14,7 @@ use verl_words::stage::MetricRoles;
 
 use crate::files::{Reason, StatsWriter, TraceError, TraceFormat, TraceWriter};
 use crate::record::flight_recorder::FlightRecorder;
-use crate::record::open_step::{OpenStep, StepState};
+use crate::record::open_step::{OpenStep, StateRefs};
 use crate::record::reported::Reported;
 use crate::record::rule_runner::RuleRunner;
 use crate::record::step_archive::StepArchive;
@@ -31,12 +31,12 @@ pub(crate) enum Message {
     },
     State {
         step: u64,
-        state: StepState,
+        state: StateRefs,
     },
     /// State at the start of a step that is already on disk.
     LateState {
         step: u64,
-        state: StepState,
+        state: StateRefs,
     },
     Part(Part),
     Gate {
@@ -235,6 +235,7 @@ impl Recording {
             if self.step.data.bytes > self.spill_bytes {
                 let spilt = self.archive.spill(&mut self.step, &chosen);
                 self.step.data.dropped = true;
+                self.step.data.lost |= spilt.is_err();
                 self.step.data.forget();
                 self.reported.error("a step", spilt);
             }
@@ -342,7 +343,7 @@ impl Recording {
         for data in std::mem::take(&mut self.flight_recorder.ring.steps) {
             if !self.archive.is_complete(data.step) {
                 // Each step has files and a state of its own, so those of the current step stay as they are.
-                let mut step = OpenStep::of(data);
+                let mut step = OpenStep::of(data, self.step.state.clone());
                 self.archive
                     .write(&mut step, reason, &every_stage, &mut self.reported);
             }

@@ -1,11 +1,10 @@
 //! Steps that do not fit in memory: later writes do not lose what is already on disk.
 
 use verl_rules::config::RuleSetting;
-use verl_rules::{Hit, MetricsView, Severity};
+use verl_rules::{Hit, MetricsView, RuleSeverity};
 use verl_words::batch::{RaggedColumn, RowId};
 use verl_words::keys::RESPONSES;
-use verl_words::stage::MetricRoles;
-use verl_words::stage::RowRule;
+use verl_words::stage::{MetricRoles, RowRule};
 
 use super::*;
 use crate::files::{ROWS_MISSING, StageInfo, StateRef, TraceDir, samples};
@@ -72,7 +71,7 @@ fn recording(run: &std::path::Path, steps: &[u64]) -> Recording {
     };
     let writer = TraceWriter::create(run, &format()).expect("creates");
     let off = RuleSetting {
-        severity: Some(Severity::Off),
+        severity: Some(RuleSeverity::Off),
         limit: None,
     };
     let config = TraceConfig {
@@ -113,6 +112,22 @@ impl Rule for Warns {
     }
 }
 
+/// The state at the start of a step.
+fn state() -> StateRefs {
+    let version = WeightsVersion {
+        step: 0,
+        hash: "ab".to_owned(),
+    };
+    let reference = StateRef {
+        version,
+        state: None,
+    };
+    StateRefs {
+        models: BTreeMap::from([("actor".to_owned(), reference)]),
+        stages: BTreeMap::new(),
+    }
+}
+
 fn all_slices(recording: &mut Recording, step: u64) {
     recording.begin(step);
     for slice in 0..SLICES {
@@ -142,19 +157,7 @@ const EVERY: [usize; SLICES] = [0, 1, 2, 3, 4];
 fn a_warning_does_not_lose_rows_of_a_large_step_on_disk() {
     let temp = tempfile::tempdir().expect("a folder");
     let mut recording = recording(temp.path(), &[1]);
-    let version = WeightsVersion {
-        step: 0,
-        hash: "ab".to_owned(),
-    };
-    let reference = StateRef {
-        version,
-        state: None,
-    };
-    let state = StepState {
-        models: BTreeMap::from([("actor".to_owned(), reference.clone())]),
-        stages: BTreeMap::new(),
-    };
-    recording.step.state = (1, state);
+    recording.step.state = (1, state());
     all_slices(&mut recording, 1);
     recording.end(1);
     let trace = TraceDir::open(temp.path()).expect("opens");
@@ -169,10 +172,7 @@ fn a_warning_does_not_lose_rows_of_a_large_step_on_disk() {
     let after = trace.manifest(1).expect("recorded");
     assert_eq!(after.reason, Reason::Anomaly);
     assert_eq!(after.stages[0], before.stages[0]);
-    assert_eq!(
-        after.models,
-        BTreeMap::from([("actor".to_owned(), reference)])
-    );
+    assert_eq!(after.models, state().models);
     // The other stage has the rows that were still in memory, and a note says that rows are missing.
     let names: Vec<&str> = after
         .stages
@@ -188,6 +188,49 @@ fn a_warning_does_not_lose_rows_of_a_large_step_on_disk() {
     assert_eq!(after.notes, [ROWS_MISSING]);
     let sizes: u64 = after.stages.iter().map(|file| file.bytes).sum();
     assert_eq!(recording.archive.used(), sizes);
+}
+
+#[test]
+fn rows_that_could_not_be_written_are_reported_as_missing() {
+    let temp = tempfile::tempdir().expect("a folder");
+    let mut recording = recording(temp.path(), &[1]);
+    recording.begin(1);
+    // As on a full disk, nothing can be written: a file is in place of the step's folder.
+    let dir = crate::files::Layout::of_run(temp.path()).step(1);
+    std::fs::create_dir_all(dir.parent().expect("a parent")).expect("a folder");
+    std::fs::write(&dir, "").expect("a file");
+    // One slice more than memory has room for.
+    for slice in 0..4 {
+        recording.part(part(1, 0, slice));
+    }
+    std::fs::remove_file(&dir).expect("removes");
+    recording.part(part(1, 0, 4));
+    recording.end(1);
+    let trace = TraceDir::open(temp.path()).expect("opens");
+    let manifest = trace.manifest(1).expect("recorded");
+    assert_eq!(manifest.reason, Reason::Asked);
+    assert_eq!(slices(&trace, 1, "kept"), [4]);
+    assert_eq!(manifest.notes, [ROWS_MISSING]);
+}
+
+#[test]
+fn the_flight_recorder_writes_the_state_of_each_step_that_has_one() {
+    let temp = tempfile::tempdir().expect("a folder");
+    let mut recording = recording(temp.path(), &[]);
+    recording.flight_recorder.ring.max_bytes = usize::MAX;
+    all_slices(&mut recording, 1);
+    recording.end(1);
+    recording.step.state = (2, state());
+    all_slices(&mut recording, 2);
+    recording.rules.has_fired = true;
+    recording.end(2);
+    let trace = TraceDir::open(temp.path()).expect("opens");
+    let models = |step| trace.manifest(step).expect("recorded").models.clone();
+    assert_eq!(models(1), BTreeMap::new());
+    assert_eq!(models(2), state().models);
+    // Only the other one is still wanted.
+    let wanted = recording.archive.wanted.lock().expect("no panic");
+    assert_eq!(*wanted, [1]);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use verl_rules::format::Side;
 use verl_rules::stats::StatRow;
 use verl_rules::{
-    Anomaly, EARLY_STEPS, Fired, HISTORY_STEPS, MetricsView, RuleBook, SeenBatch, Severity,
+    Anomaly, EARLY_STEPS, Fired, HISTORY_STEPS, MetricsView, RuleBook, RuleSeverity, SeenBatch,
     StepView,
 };
 use verl_words::batch::Batch;
@@ -36,7 +36,7 @@ pub(crate) struct RuleRunner {
     /// Rules on rows have run on the current step; they run once a step, at its first gate or else at its end.
     rows_checked: bool,
     /// A rule fired in the current step.
-    has_fired: bool,
+    pub(super) has_fired: bool,
     /// The first anomaly that asks to stop and has not been passed on yet; the next gate returns it before its update.
     stop: Option<Box<Anomaly>>,
     history: VecDeque<BTreeMap<String, f64>>,
@@ -203,7 +203,7 @@ impl RuleRunner {
             tracing::warn!("{anomaly:#}");
             reported.error("anomalies", self.append(anomaly));
         }
-        let stops = |anomaly: &Anomaly| anomaly.severity == Severity::Stop;
+        let stops = |anomaly: &Anomaly| anomaly.severity == RuleSeverity::Stop;
         found.into_iter().find(stops).map(Box::new)
     }
 

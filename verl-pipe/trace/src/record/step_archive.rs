@@ -12,7 +12,7 @@ use verl_words::diagnostic::quoted;
 use crate::files::{
     ROWS_MISSING, Reason, StepManifest, TraceError, TraceFormat, TraceWriter, parse,
 };
-use crate::record::open_step::{OpenStep, StepState};
+use crate::record::open_step::{OpenStep, StateRefs};
 use crate::record::reported::Reported;
 use crate::record::step_data::{StageAbout, StepFiles, StepHeader};
 
@@ -28,7 +28,7 @@ pub(crate) struct StepArchive {
     /// Bytes of steps and states on disk.
     used: Arc<AtomicU64>,
     /// Steps that the flight recorder wrote without their state.
-    wanted: Arc<Mutex<Vec<u64>>>,
+    pub(super) wanted: Arc<Mutex<Vec<u64>>>,
     /// Steps that are on disk with all their stages.
     complete: BTreeSet<u64>,
     /// Stages to record by name that have received no rows yet.
@@ -118,7 +118,7 @@ impl StepArchive {
 
     /// Moves the rows of the stages in `chosen` from memory to the unfinished files.
     pub(crate) fn spill(&self, open: &mut OpenStep, chosen: &[bool]) -> Result<(), TraceError> {
-        let header = header(&self.stages, &self.format, &open.state.1);
+        let header = header(&self.stages, &self.format, &open.step_state());
         let chosen = |stage: usize| chosen[stage];
         self.writer.take_room(open.data.bytes as u64)?;
         open.files.spill(&self.writer, &header, &open.data, &chosen)
@@ -182,7 +182,7 @@ impl StepArchive {
         let written = stages.iter().map(|file| file.bytes).sum::<u64>();
         self.used.fetch_add(written, Ordering::Relaxed);
         let mut notes = Vec::new();
-        if open.data.dropped && reason != Reason::Asked {
+        if open.data.lost || open.data.dropped && reason != Reason::Asked {
             notes.push(ROWS_MISSING.to_owned());
         }
         if !open.data.ended {
@@ -190,8 +190,10 @@ impl StepArchive {
                 "the step ended with an error; only what came before it is recorded".to_owned(),
             );
         }
-        let (mut models, mut stage_states) =
-            (open.state.1.models.clone(), open.state.1.stages.clone());
+        let StateRefs {
+            mut models,
+            stages: mut stage_states,
+        } = open.step_state();
         if let Some(before) = before {
             stages.extend(before.stages);
             let place = |name: &str| self.stages.iter().position(|about| about.name == name);
@@ -232,7 +234,7 @@ impl StepArchive {
     }
 
     /// Adds its state to a step that is on disk.
-    pub(crate) fn add_state(&self, step: u64, state: StepState) -> Result<(), TraceError> {
+    pub(crate) fn add_state(&self, step: u64, state: StateRefs) -> Result<(), TraceError> {
         let manifest = self.manifest(step)?;
         self.writer.end_step(&StepManifest {
             models: state.models,
@@ -242,7 +244,7 @@ impl StepArchive {
     }
 }
 
-fn header<'a>(stages: &'a [StageAbout], format: &TraceFormat, state: &StepState) -> StepHeader<'a> {
+fn header<'a>(stages: &'a [StageAbout], format: &TraceFormat, state: &StateRefs) -> StepHeader<'a> {
     StepHeader {
         stages,
         seed: format.seed,

@@ -11,6 +11,7 @@ use serde_json::Value;
 use verl_plan::Plan;
 use verl_plan::schedule::placement::Schedule;
 use verl_rules::format::{FORMAT, Side};
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::batch::{Batch, BatchError, RowId};
 use verl_words::keys::RESPONSES;
 use verl_words::stage::{Cadence, LengthLimit, RowRule, StageSpec};
@@ -40,27 +41,27 @@ pub(crate) struct StageAbout {
 impl StageAbout {
     /// The stages of a schedule, in the order of execution.
     pub(crate) fn all(schedule: &Schedule) -> Vec<StageAbout> {
-        let plan: &Plan = &schedule.plan;
-        let stages = plan.stages.iter().zip(&schedule.wiring.stages);
+        let plan: &Plan = schedule.plan();
+        let stages = plan.stages().iter().zip(&schedule.wiring().stages);
         stages
             .map(|(stage, wires)| {
-                let decl = plan.pipe.stages.iter().find(|d| d.name == stage.name);
+                let decl = plan.pipe().stages.iter().find(|d| d.name == stage.name());
                 let inputs = wires.schema.fields().iter();
                 let outputs = wires.outputs.iter();
                 StageAbout {
-                    name: stage.name.clone(),
-                    kind: stage.kind.clone(),
+                    name: stage.name().to_owned(),
+                    kind: stage.kind().to_owned(),
                     parameters: decl.map_or(Value::Null, |decl| decl.config.clone()),
-                    rename: stage.rename.clone(),
-                    rule: stage.spec.rows,
+                    rename: stage.rename().clone(),
+                    rule: stage.spec().rows,
                     debug: decl.is_some_and(|decl| decl.debug),
-                    in_step: stage.spec.cadence == Cadence::Step,
+                    in_step: stage.spec().cadence == Cadence::Step,
                     inputs: inputs.map(|field| field.as_ref().clone()).collect(),
                     outputs: outputs
                         .map(|out| Field::new(&out.local, out.data_type.clone(), true))
                         .collect(),
-                    metrics: stage.spec.metrics.iter().map(|m| m.name).collect(),
-                    longest: longest_response(&stage.spec),
+                    metrics: stage.spec().metrics.iter().map(|m| m.name).collect(),
+                    longest: longest_response(stage.spec()),
                 }
             })
             .collect()
@@ -122,6 +123,8 @@ pub(crate) struct StepData {
     buffers: HashSet<usize>,
     /// Whether parts were dropped for lack of memory, or are only on disk.
     pub dropped: bool,
+    /// Whether rows that should be on disk could not be written and are no longer in memory.
+    pub lost: bool,
     /// Stages with a finished file on disk.
     pub on_disk: BTreeSet<usize>,
     pub ended: bool,

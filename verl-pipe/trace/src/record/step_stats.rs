@@ -8,6 +8,7 @@ use arrow_array::{Array, ArrayRef};
 use arrow_schema::DataType;
 use verl_rules::format::Side;
 use verl_rules::stats::{COUNTERPARTS, KeyStats, Parts, Place, StatRow, compare_log_probs};
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::batch::{Batch, RowId};
 use verl_words::keys::{FINISH_REASONS, MASK_KINDS, RESPONSES, finish};
 

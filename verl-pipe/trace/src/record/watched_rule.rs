@@ -1,6 +1,6 @@
 //! A custom rule that is reported when it hangs.
 
-use verl_rules::{Hit, MetricsView, Rule, Severity, StepView};
+use verl_rules::{Hit, MetricsView, Rule, RuleSeverity, StepView};
 use verl_run::watch::ActivityReporter;
 
 /// A rule that announces each call, so that the report of a stalled run names it.
@@ -27,7 +27,7 @@ impl Rule for WatchedRule {
         self.rule.name()
     }
 
-    fn severity(&self) -> Severity {
+    fn severity(&self) -> RuleSeverity {
         self.rule.severity()
     }
 

@@ -64,9 +64,9 @@ pub(super) fn add_data(
 /// Data sets of `plan` that differ from the `data.json` of the run in `dir` or cannot be opened any more, in words.
 pub fn describe_changed_data(dir: &Path, plan: &Plan) -> Vec<String> {
     let recorded = recorded_data(dir).unwrap_or_default();
-    let changed = plan.pipe.data.iter().filter_map(|decl| {
+    let changed = plan.pipe().data.iter().filter_map(|decl| {
         let recorded = recorded.get(&decl.name)?;
-        match (decl.open)(&plan.context) {
+        match (decl.open)(plan.context()) {
             Ok(data) => {
                 let changed = changed_data(&decl.name, recorded, data.as_ref());
                 changed.map(|changed| changed.to_string())
@@ -109,15 +109,15 @@ pub(super) fn changes_of(
     recorded: &RecordedStep,
 ) -> Changes {
     let mut changes = of_run.clone();
-    let plan = &schedule.plan;
-    if let Some(seed) = recorded.seed.filter(|seed| *seed != plan.context.seed) {
+    let plan = schedule.plan();
+    if let Some(seed) = recorded.seed.filter(|seed| *seed != plan.context().seed) {
         changes.add(Change {
             name: "run.seed".to_owned(),
             recorded: seed.into(),
-            now: plan.context.seed.into(),
+            now: plan.context().seed.into(),
         });
     }
-    for decl in &plan.pipe.stages {
+    for decl in &plan.pipe().stages {
         let stage = recorded.stages.get(&decl.name);
         let Some(then) = stage.and_then(|stage| stage.parameters.as_ref()) else {
             continue;

@@ -43,9 +43,11 @@ pub fn device_tolerance(field: &Field) -> Tolerance {
 
 /// Whether a stage's numbers are expected to have the same bits.
 pub(super) fn repeats_bits(schedule: &Schedule, stage: usize, changes: &Changes) -> bool {
-    match schedule.places[stage] {
+    match schedule.places()[stage] {
         Place::Host => changes.repeats_host_bits(),
-        Place::Group(group) => schedule.groups[group].name == "cpu" && changes.repeats_model_bits(),
+        Place::Group(group) => {
+            schedule.groups()[group].name == "cpu" && changes.repeats_model_bits()
+        }
     }
 }
 
@@ -57,7 +59,7 @@ pub(super) fn compare_stage(
     recorded: &RecordedStage,
     again: &[Batch],
 ) -> ReplayedStage {
-    let planned = &schedule.plan.stages[index];
+    let planned = &schedule.plan().stages()[index];
     let left = Rows::new(recorded.outputs.iter().map(|output| &output.batch));
     let right = Rows::new(again);
     let exact = repeats_bits(schedule, index, changes);
@@ -65,7 +67,7 @@ pub(super) fn compare_stage(
         true => Tolerance::EXACT,
         false => device_tolerance(field),
     };
-    let writes = planned.spec.writes.iter();
+    let writes = planned.spec().writes.iter();
     let keys: Vec<(String, Tolerance)> = writes
         .map(|field| (field.name.to_string(), tolerance(field)))
         .collect();
@@ -81,15 +83,15 @@ pub(super) fn compare_stage(
     let order = left.ordered(&input);
     let order_again = right.ordered(&input);
     let pairing = Pairing {
-        stage: &planned.name,
+        stage: planned.name(),
         order: &order,
         partner: &|id| id,
         absent_is_null: schedule.tolerates_row_errors(index),
         both_ways: Some(&order_again),
     };
     ReplayedStage {
-        stage: planned.name.clone(),
-        kind: planned.kind.clone(),
+        stage: planned.name().to_owned(),
+        kind: planned.kind().to_owned(),
         rows: match input.is_empty() {
             true => order.len(),
             false => input.len(),
@@ -121,19 +123,19 @@ pub(super) fn compare_weights(
     around: &Around<'_>,
     replayed: &mut ReplayedStage,
 ) -> Vec<String> {
-    let planned = &schedule.plan.stages[index];
+    let planned = &schedule.plan().stages()[index];
     let mut notes = Vec::new();
-    for (model, access) in &planned.spec.models {
-        let stage = &recorded.stages[&planned.name];
+    for (model, access) in &planned.spec().models {
+        let stage = &recorded.stages[planned.name()];
         let (then, now) = (stage.weights.get(model), around.before.get(model));
         // The recorded version is that at the start of the step.
-        let begins = !changes_model(&schedule.plan.stages[..index], model);
+        let begins = !changes_model(&schedule.plan().stages()[..index], model);
         if let Ok(sides) = hashes(then, now)
             && begins
         {
             weights_differ(sides, "before", model, replayed);
         }
-        let later = &schedule.plan.stages[index + 1..];
+        let later = &schedule.plan().stages()[index + 1..];
         let last = *access == Access::Update && !changes_model(later, model);
         let Some((then, now)) = around.after.filter(|_| last) else {
             continue;
@@ -156,7 +158,7 @@ pub(super) fn compare_weights(
                 };
                 notes.push(format!(
                     "the weights of `{model}` after `{}` are not compared: {why}",
-                    planned.name
+                    planned.name()
                 ));
             }
         }

@@ -32,34 +32,34 @@ pub(super) struct Lost {
 
 impl Lost {
     pub(super) fn add(&mut self, schedule: &Schedule, index: usize, error: &RunError) {
-        let planned = &schedule.plan.stages[index];
+        let planned = &schedule.plan().stages()[index];
         let models = changed_models(planned);
         self.models
-            .extend(models.map(|model| (model.clone(), planned.name.clone())));
+            .extend(models.map(|model| (model.clone(), planned.name().to_owned())));
         let hangs = matches!(error, RunError::Deadline { .. });
-        if hangs && schedule.places[index] != Place::Host {
-            self.thread = Some(planned.name.clone());
+        if hangs && schedule.places()[index] != Place::Host {
+            self.thread = Some(planned.name().to_owned());
         }
     }
 
     /// Why a stage cannot be run after these failures.
     pub(super) fn why_blocked(&self, schedule: &Schedule, index: usize) -> Option<String> {
-        let planned = &schedule.plan.stages[index];
+        let planned = &schedule.plan().stages()[index];
         if let Some(stage) = self
             .thread
             .as_ref()
-            .filter(|_| schedule.places[index] != Place::Host)
+            .filter(|_| schedule.places()[index] != Place::Host)
         {
             return Some(format!(
                 "stage `{}` needs the models, but `{stage}` still uses them",
-                planned.name
+                planned.name()
             ));
         }
-        let mut models = planned.spec.models.iter();
+        let mut models = planned.spec().models.iter();
         let (model, changer) = models.find_map(|(model, _)| self.models.get_key_value(model))?;
         Some(format!(
             "stage `{}` uses `{model}` as left by `{changer}`, which failed",
-            planned.name
+            planned.name()
         ))
     }
 }
@@ -71,11 +71,11 @@ pub(super) fn failed_stage(
     recorded: &RecordedStep,
     error: &RunError,
 ) -> ReplayedStage {
-    let planned = &schedule.plan.stages[index];
+    let planned = &schedule.plan().stages()[index];
     ReplayedStage {
-        stage: planned.name.clone(),
-        kind: planned.kind.clone(),
-        rows: recorded.stages[&planned.name].input_ids().len(),
+        stage: planned.name().to_owned(),
+        kind: planned.kind().to_owned(),
+        rows: recorded.stages[planned.name()].input_ids().len(),
         keys: Vec::new(),
         weights: Vec::new(),
         compared: Comparison::default(),

@@ -140,7 +140,7 @@ impl<'a> Replayer<'a> {
         )?;
         let mut report = ReplayReport {
             step: recorded.step,
-            device: self.schedule().groups[0].name.clone(),
+            device: self.schedule().groups()[0].name.clone(),
             changes,
             stages: Vec::new(),
             skipped: Vec::new(),
@@ -196,7 +196,7 @@ impl<'a> Replayer<'a> {
                 }
                 Err(error) => return Err(error.into()),
             };
-            let changes = changed_models(&self.schedule().plan.stages[index])
+            let changes = changed_models(&self.schedule().plan().stages()[index])
                 .next()
                 .is_some();
             if changes {
@@ -206,7 +206,7 @@ impl<'a> Replayer<'a> {
                 continue;
             }
             let schedule = self.schedule();
-            let stage = &recorded.stages[&schedule.plan.stages[index].name];
+            let stage = &recorded.stages[schedule.plan().stages()[index].name()];
             let mut replayed = compare_stage(schedule, index, &report.changes, stage, &again);
             if replayed.compared.differences > 0
                 && let Some(why) = self.changed_data_reason(index, report)
@@ -238,13 +238,13 @@ impl<'a> Replayer<'a> {
 
     /// Why a stage that emits something else, or fails, is not at fault: its data were changed.
     fn changed_data_reason(&self, index: usize, report: &ReplayReport) -> Option<String> {
-        let plan = &self.schedule().plan;
-        report.changes.other_data(plan, &plan.stages[index])
+        let plan = self.schedule().plan();
+        report.changes.other_data(plan, &plan.stages()[index])
     }
 
     fn skip(&self, index: usize, why: String, report: &mut ReplayReport) {
         report.skipped.push(SkippedStage {
-            stage: self.schedule().plan.stages[index].name.clone(),
+            stage: self.schedule().plan().stages()[index].name().to_owned(),
             why,
         });
     }
@@ -260,7 +260,7 @@ impl<'a> Replayer<'a> {
         let Some(trace) = &self.trace else {
             return Ok(after);
         };
-        let stages = &self.run.schedule().plan.stages;
+        let stages = self.run.schedule().plan().stages();
         let wanted = choice.wanted.iter();
         let models = wanted.flat_map(|index| changed_models(&stages[*index]));
         let state = state_after(recorded, models, trace);
@@ -298,14 +298,14 @@ impl<'a> Replayer<'a> {
         index: usize,
         recorded: &RecordedStep,
     ) -> Result<Vec<Batch>, RunError> {
-        let context = &self.schedule().plan.context;
+        let context = self.schedule().plan().context();
         let place = CallPlace {
             step: recorded.step,
             steps: context.steps,
             seed: recorded.seed.unwrap_or(context.seed),
             wave: 0,
         };
-        let name = self.schedule().plan.stages[index].name.clone();
+        let name = self.schedule().plan().stages()[index].name().to_owned();
         let mut emitted = Vec::new();
         for input in &recorded.stages[&name].inputs {
             let place = CallPlace {

@@ -191,14 +191,17 @@ pub(super) fn notes_of(
     scope: &ReplayScope,
 ) -> Vec<String> {
     let mut notes = Vec::new();
-    let plan = &schedule.plan;
+    let plan = schedule.plan();
     if let Some(error) = &recorded.error {
         notes.push(format!("the step failed when it was recorded: {error}"));
     }
-    if recorded.seed.is_some_and(|seed| seed != plan.context.seed) {
+    if recorded
+        .seed
+        .is_some_and(|seed| seed != plan.context().seed)
+    {
         notes.push("replayed with the recorded seed".to_owned());
     }
-    let is_planned = |name: &&str| plan.stages.iter().any(|stage| stage.name == *name);
+    let is_planned = |name: &&str| plan.stages().iter().any(|stage| stage.name() == *name);
     let names = recorded.stages.keys().map(String::as_str);
     let gone: Vec<&str> = names.filter(|name| !is_planned(name)).collect();
     if !gone.is_empty() {
@@ -209,11 +212,11 @@ pub(super) fn notes_of(
     }
     if *scope == ReplayScope::Step {
         let in_step = plan
-            .stages
+            .stages()
             .iter()
-            .filter(|stage| stage.spec.cadence == Cadence::Step);
+            .filter(|stage| stage.spec().cadence == Cadence::Step);
         let missing: Vec<&str> = in_step
-            .map(|stage| stage.name.as_str())
+            .map(|stage| stage.name())
             .filter(|name| !recorded.stages.contains_key(*name))
             .collect();
         if !missing.is_empty() {

@@ -54,8 +54,8 @@ pub(super) struct Choice {
 /// An unknown stage; for a single stage also why it cannot be run.
 pub(super) fn choose(known: &Known<'_>, scope: &ReplayScope) -> Result<Choice, ReplayError> {
     let (schedule, recorded) = (known.schedule, known.recorded);
-    let stages = &schedule.plan.stages;
-    let is_recorded = |index: &usize| recorded.stages.contains_key(&stages[*index].name);
+    let stages = schedule.plan().stages();
+    let is_recorded = |index: &usize| recorded.stages.contains_key(stages[*index].name());
     let find = |name: &str| find_stage(schedule, recorded, name);
     let asked: BTreeSet<usize> = match scope {
         ReplayScope::Step => (0..stages.len()).filter(is_recorded).collect(),
@@ -84,8 +84,8 @@ pub fn find_stage(
     recorded: &RecordedStep,
     name: &str,
 ) -> Result<usize, ReplayError> {
-    let stages = &schedule.plan.stages;
-    let names = || stages.iter().map(|stage| stage.name.as_str());
+    let stages = schedule.plan().stages();
+    let names = || stages.iter().map(|stage| stage.name());
     let Some(index) = names().position(|other| other == name) else {
         return Err(ReplayError::UnknownStage {
             name: name.to_owned(),
@@ -95,7 +95,7 @@ pub fn find_stage(
     if recorded.stages.contains_key(name) {
         return Ok(index);
     }
-    Err(match stages[index].spec.cadence {
+    Err(match stages[index].spec().cadence {
         Cadence::Step => not_recorded(name, recorded),
         Cadence::Observer { .. } => ReplayError::Observer {
             name: name.to_owned(),
@@ -122,13 +122,13 @@ fn recorded_names(recorded: &RecordedStep) -> String {
 
 /// The models that a stage changes.
 pub(super) fn changed_models(stage: &PlannedStage) -> impl Iterator<Item = &String> {
-    let models = stage.spec.models.iter();
+    let models = stage.spec().models.iter();
     models.filter_map(|(model, access)| (*access == Access::Update).then_some(model))
 }
 
 /// `wanted`, and the stages that change a model before one of them uses it.
 fn with_changers(schedule: &Schedule, wanted: &BTreeSet<usize>) -> BTreeSet<usize> {
-    let stages = &schedule.plan.stages;
+    let stages = schedule.plan().stages();
     let mut order = wanted.clone();
     let mut models: BTreeSet<&str> = BTreeSet::new();
     for index in (0..stages.len()).rev() {
@@ -137,7 +137,7 @@ fn with_changers(schedule: &Schedule, wanted: &BTreeSet<usize>) -> BTreeSet<usiz
             order.insert(index);
             models.extend(
                 stages[index]
-                    .spec
+                    .spec()
                     .models
                     .iter()
                     .map(|(model, _)| model.as_str()),
@@ -152,22 +152,22 @@ impl Known<'_> {
     fn reasons(&self) -> BTreeMap<usize, ReplayError> {
         let mut reasons: BTreeMap<usize, ReplayError> = BTreeMap::new();
         let mut lost: BTreeMap<&str, usize> = BTreeMap::new();
-        let stages = &self.schedule.plan.stages;
+        let stages = self.schedule.plan().stages();
         for (index, stage) in stages.iter().enumerate() {
-            if stage.spec.cadence != Cadence::Step {
+            if stage.spec().cadence != Cadence::Step {
                 continue;
             }
             let own = self.own_reason(stage);
             let reason = own.or_else(|| {
-                let models = &stage.spec.models;
+                let models = &stage.spec().models;
                 let changed_before = |(model, _): &(String, Access)| {
                     Some((model.clone(), *lost.get(model.as_str())?))
                 };
                 let (model, changer) = models.iter().find_map(changed_before)?;
                 Some(ReplayError::AfterSkipped {
-                    stage: stage.name.clone(),
+                    stage: stage.name().to_owned(),
                     model,
-                    changer: stages[changer].name.clone(),
+                    changer: stages[changer].name().to_owned(),
                     why: reasons[&changer].to_string(),
                 })
             });
@@ -180,18 +180,18 @@ impl Known<'_> {
     }
 
     fn own_reason(&self, planned: &PlannedStage) -> Option<ReplayError> {
-        let (stage, step) = (planned.name.clone(), self.recorded.step);
+        let (stage, step) = (planned.name().to_owned(), self.recorded.step);
         let Some(recorded) = self.recorded.stages.get(&stage) else {
             return Some(not_recorded(&stage, self.recorded));
         };
-        if let Some(why) = &planned.spec.not_replayed {
+        if let Some(why) = &planned.spec().not_replayed {
             let why = why.clone();
             return Some(ReplayError::OnceOnly { stage, why });
         }
         if let Some(kind) = self.changes.kind_of(&stage) {
             return Some(ReplayError::OtherKind {
                 recorded: kind.recorded.as_str().unwrap_or_default().to_owned(),
-                now: planned.kind.clone(),
+                now: planned.kind().to_owned(),
                 stage,
             });
         }
@@ -205,7 +205,7 @@ impl Known<'_> {
         if step > 1 && self.stateful.contains(&stage) && !is_stored(self.recorded, &stage) {
             return Some(ReplayError::NoMemory { stage, step });
         }
-        let mut models = planned.spec.models.iter();
+        let mut models = planned.spec().models.iter();
         let (model, searched) =
             models.find_map(|(model, _)| self.stateless.get_key_value(model))?;
         Some(ReplayError::NoState {
@@ -234,7 +234,7 @@ fn missing_input(planned: &PlannedStage, recorded: &RecordedStage, failed: bool)
     if recorded.inputs.is_empty() {
         return Some("nothing is recorded".to_owned());
     }
-    let of_input: fn(RowId) -> u64 = match planned.spec.rows {
+    let of_input: fn(RowId) -> u64 = match planned.spec().rows {
         RowRule::Source | RowRule::Sink => return None,
         RowRule::Same | RowRule::Filter => |id| id.0,
         RowRule::Expand(_) => RowId::group,

@@ -228,12 +228,12 @@ impl TracedRun {
         }
         let schedule = self
             .schedule
-            .plan
+            .plan()
             .schedule()
             .map_err(InspectError::Config)?;
         let started = Run::start(schedule, RunOptions::default());
         started.map_err(
-            |source| match describe_changed_data(&self.dir, &self.schedule.plan) {
+            |source| match describe_changed_data(&self.dir, self.schedule.plan()) {
                 changed if changed.is_empty() => source.into(),
                 changed => InspectError::OtherData { source, changed },
             },
@@ -243,14 +243,14 @@ impl TracedRun {
     /// Texts of the token ids of a stage (by its index in the plan): from its model's tokenizer, or from the first one
     /// of the pipeline.
     pub fn token_texts(&self, stage: usize) -> Option<Arc<dyn TokenTexts>> {
-        let plan = &self.schedule.plan;
-        let own = plan.stages[stage].spec.models.first();
-        let models = &plan.pipe.models;
+        let plan = self.schedule.plan();
+        let own = plan.stages()[stage].spec().models.first();
+        let models = &plan.pipe().models;
         let first = models
             .iter()
             .find(|model| own.is_some_and(|(name, _)| *name == model.name));
         let mut order = first.into_iter().chain(models);
-        order.find_map(|model| model.factory.token_texts(&plan.context))
+        order.find_map(|model| model.factory.token_texts(plan.context()))
     }
 }
 

@@ -23,9 +23,9 @@ pub(super) struct Sources {
 impl Sources {
     /// Notes for the user about the models that the stages in `order` use.
     pub(super) fn notes_of(&self, schedule: &Schedule, order: &BTreeSet<usize>) -> Vec<String> {
-        let stages = order.iter().map(|index| &schedule.plan.stages[*index]);
+        let stages = order.iter().map(|index| &schedule.plan().stages()[*index]);
         let used: BTreeSet<&String> = stages
-            .flat_map(|stage| stage.spec.models.iter().map(|(model, _)| model))
+            .flat_map(|stage| stage.spec().models.iter().map(|(model, _)| model))
             .collect();
         let notes = self.notes.iter().filter(|(model, _)| used.contains(model));
         notes.map(|(_, note)| note.clone()).collect()
@@ -39,7 +39,7 @@ impl Sources {
         trace: Option<&TraceDir>,
     ) -> Sources {
         let mut found = Sources::default();
-        let models = schedule.plan.models.iter();
+        let models = schedule.plan().models().iter();
         for model in models.filter(|model| !model.updaters.is_empty()) {
             let name = &model.name;
             let state = recorded.state.as_ref();

@@ -9,7 +9,7 @@ mod view;
 pub use rows::{ListedRow, RowList};
 pub use sample::{RowValue, SampleView};
 pub use step::{KeySummary, StageSummary, StepSummary, step_summary};
-pub use view::StepView;
+pub use view::ShownStep;
 
 /// Width limit of a text (terminal columns).
 const TEXT_WIDTH: usize = 88;

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::sample::SampleView;
 use super::value::show;
-use super::view::StepView;
+use super::view::ShownStep;
 use crate::text::{Align, Table, count, one_line};
 
 /// Number of rows that are listed.
@@ -39,7 +39,7 @@ pub struct ListedRow {
     pub texts: [String; 2],
 }
 
-impl StepView<'_> {
+impl ShownStep<'_> {
     /// The rows of a stage (by its index in the plan) with their numbers.
     pub fn row_list(&self, stage: usize) -> RowList {
         let ids = self.rows[stage].iter();
@@ -64,7 +64,7 @@ impl StepView<'_> {
         });
         RowList {
             step: self.step,
-            stage: self.schedule.plan.stages[stage].name.clone(),
+            stage: self.schedule.plan().stages()[stage].name().to_owned(),
             rows: rows.collect(),
             keys,
         }

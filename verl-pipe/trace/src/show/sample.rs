@@ -9,7 +9,7 @@ use verl_words::keys;
 use verl_words::resource::TokenTexts;
 
 use super::value::{as_json, is_ragged, mask_word, meaning, show};
-use super::view::StepView;
+use super::view::ShownStep;
 use super::{TEXT_WIDTH, TOKEN_WIDTH};
 use crate::text::{Align, Table, count, one_line};
 
@@ -50,7 +50,7 @@ pub struct SampleView {
     pub per_row: Vec<RowValue>,
 }
 
-impl StepView<'_> {
+impl ShownStep<'_> {
     /// Everything that was recorded about row `id` of a stage (by its index in the plan); `words` converts token ids to
     /// text.
     pub fn sample(&self, stage: usize, id: RowId, words: Option<&dyn TokenTexts>) -> SampleView {
@@ -84,7 +84,7 @@ impl StepView<'_> {
         per_token.sort_by_key(|(key, _)| key != keys::MASK_KINDS.name());
         SampleView {
             step: self.step,
-            stage: self.schedule.plan.stages[stage].name.clone(),
+            stage: self.schedule.plan().stages()[stage].name().to_owned(),
             sample: id.to_string(),
             row: self.rows[stage]
                 .iter()

@@ -66,12 +66,12 @@ pub struct StepSummary {
 
 /// Summarises a step: each recorded stage with statistics of its outputs, and marks where something is wrong.
 pub fn step_summary(schedule: &Schedule, recorded: &RecordedStep) -> StepSummary {
-    let planned = schedule.plan.stages.iter().enumerate();
+    let planned = schedule.plan().stages().iter().enumerate();
     let stages = planned.filter_map(|(index, planned)| {
-        let stage = recorded.stages.get(&planned.name)?;
+        let stage = recorded.stages.get(planned.name())?;
         Some(StageSummary {
-            stage: planned.name.clone(),
-            kind: planned.kind.clone(),
+            stage: planned.name().to_owned(),
+            kind: planned.kind().to_owned(),
             rows_in: stage
                 .inputs
                 .iter()
@@ -89,7 +89,7 @@ pub fn step_summary(schedule: &Schedule, recorded: &RecordedStep) -> StepSummary
     });
     StepSummary {
         step: recorded.step,
-        pipeline: schedule.plan.pipe.name.clone(),
+        pipeline: schedule.plan().pipe().name.clone(),
         stages: stages.collect(),
         damaged: recorded.damaged.iter().map(ToString::to_string).collect(),
     }
@@ -103,12 +103,12 @@ fn marks(
 ) -> Vec<String> {
     let altered = recorded.altered.iter();
     let mut marks: Vec<String> = altered
-        .filter(|key| key.stage == schedule.plan.stages[index].name)
+        .filter(|key| key.stage == schedule.plan().stages()[index].name())
         .map(|key| format!("{}: {}", key.side.as_str(), key.what(recorded.step)))
         .collect();
     let edges = compare_inputs(schedule, recorded, index).into_iter();
     marks.extend(edges.filter_map(|edges| {
-        let writer = &schedule.plan.stages[edges.writer].name;
+        let writer = schedule.plan().stages()[edges.writer].name();
         let first = edges.compared.first?;
         Some(format!(
             "differs from what `{writer}` wrote: {}",
@@ -127,7 +127,7 @@ fn marks(
 
 fn key_summaries(planned: &PlannedStage, stage: &RecordedStage) -> Vec<KeySummary> {
     let rows = Rows::new(stage.outputs.iter().map(|output| &output.batch));
-    let keys = planned.spec.writes.iter();
+    let keys = planned.spec().writes.iter();
     keys.map(|field| key_summary(&field.name, &rows)).collect()
 }
 

@@ -8,7 +8,7 @@ use crate::compare::Cell;
 use crate::text::{count, short};
 
 pub(super) fn is_ragged(schedule: &Schedule, key: &str) -> bool {
-    let field = schedule.plan.fields.get(key);
+    let field = schedule.plan().fields().get(key);
     let shape = field.and_then(|field| field.parsed_shape().ok());
     shape.is_some_and(|shape| shape.ragged().is_some())
 }

@@ -39,7 +39,7 @@ impl<'a> SideRows<'a> {
 }
 
 /// A recorded step with its rows indexed once, to show many samples of it.
-pub struct StepView<'a> {
+pub struct ShownStep<'a> {
     pub(super) schedule: &'a Schedule,
     pub(super) step: u64,
     /// Input and output of each stage of the plan.
@@ -47,12 +47,12 @@ pub struct StepView<'a> {
     pub(super) rows: Vec<Vec<RowId>>,
 }
 
-impl<'a> StepView<'a> {
+impl<'a> ShownStep<'a> {
     /// Indexes a step.
-    pub fn new(schedule: &'a Schedule, recorded: &'a RecordedStep) -> StepView<'a> {
-        let stages = schedule.plan.stages.iter();
-        let stages = stages.map(|planned| recorded.stages.get(&planned.name));
-        StepView {
+    pub fn new(schedule: &'a Schedule, recorded: &'a RecordedStep) -> ShownStep<'a> {
+        let stages = schedule.plan().stages().iter();
+        let stages = stages.map(|planned| recorded.stages.get(planned.name()));
+        ShownStep {
             schedule,
             step: recorded.step,
             rows: stages
@@ -81,15 +81,15 @@ impl<'a> StepView<'a> {
                 keys.extend(side.cell(id.0, local).map(|cell| (key.to_owned(), cell)));
             }
         };
-        for (index, planned) in self.schedule.plan.stages.iter().enumerate() {
+        for (index, planned) in self.schedule.plan().stages().iter().enumerate() {
             let Some((given, written)) = &self.sides[index] else {
                 continue;
             };
-            for field in &planned.spec.writes {
+            for field in &planned.spec().writes {
                 add(written, &field.name, planned.key(&field.name));
             }
             if index == asked {
-                for edge in &planned.inputs {
+                for edge in planned.inputs() {
                     add(given, &edge.local, &edge.key);
                 }
             }

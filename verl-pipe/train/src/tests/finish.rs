@@ -334,8 +334,8 @@ fn a_rule_that_panics_is_reported_and_the_run_continues() {
         fn name(&self) -> &str {
             "broken"
         }
-        fn severity(&self) -> verl_rules::Severity {
-            verl_rules::Severity::Warn
+        fn severity(&self) -> verl_rules::RuleSeverity {
+            verl_rules::RuleSeverity::Warn
         }
         fn limit(&self) -> f64 {
             0.0

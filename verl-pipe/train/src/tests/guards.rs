@@ -1,4 +1,5 @@
 use verl_declare::pipe::StageDecl;
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::batch::{Batch, RaggedColumn, RowId};
 use verl_words::keys::{MASK_KINDS, PROMPTS, RESPONSES, REWARDS};
 use verl_words::stage::StageError;

@@ -5,6 +5,7 @@ use std::time::Duration;
 use verl_run::runner::RunOptions;
 use verl_run::tap::{Tap, TapPoint};
 use verl_words::batch::Batch;
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::field::{Key, Scalar};
 use verl_words::keys::{PROMPTS, RESPONSES, REWARDS};
 use verl_words::stage::{Cardinality, RowRule, StageError, StageSpec};

@@ -10,13 +10,14 @@ use verl_declare::pipe::{DataPipe, StageDecl};
 use verl_plan::Plannable;
 use verl_rules::config::{RuleSetting, TraceConfig};
 use verl_rules::format::Side;
-use verl_rules::{Anomaly, Hit, MetricsView, RULES, Rule, Severity, StepView};
+use verl_rules::{Anomaly, Hit, MetricsView, RULES, Rule, RuleSeverity, StepView};
 use verl_run::error::RunError;
 use verl_run::runner::RunOptions;
 use verl_trace::files::{Reason, TraceDir};
+use verl_words::batch::arrow::ArrowBatch;
 use verl_words::batch::{Batch, RaggedColumn};
 use verl_words::field::{Key, Ragged};
-use verl_words::keys::{ADVANTAGES, MASK_KINDS, RESPONSES};
+use verl_words::keys::{ADVANTAGES, MASK_KINDS, PROMPTS, RESPONSES};
 use verl_words::stage::{Access, Cardinality, RowRule, StageSpec};
 
 use super::fakes::*;
@@ -33,7 +34,7 @@ fn traced(dir: &Path, steps: u64, trace: TraceConfig, others: Vec<StageDecl>) ->
 /// The default without the rules that the fakes would trigger: their rewards are equal within each group.
 pub(super) fn quiet() -> TraceConfig {
     let off = RuleSetting {
-        severity: Some(Severity::Off),
+        severity: Some(RuleSeverity::Off),
         limit: None,
     };
     // All rules that the artificial rows of these tests would trigger.
@@ -279,21 +280,21 @@ fn stages_and_steps_are_chosen_and_the_budget_is_kept() {
     };
     assert_eq!(recorded("bare", bare, false).len(), 4);
     assert!(!temp.path().join("bare/trace/stats").exists());
-    // Even the smallest valid budget, a megabyte, is more than this run needs, so 0 is set directly.
-    let dir = temp.path().join("none");
-    let pipe = traced(&dir, 4, every_step(), Vec::new());
-    let mut plan = pipe.plan().expect("a plan");
-    plan.pipe.trace.budget_mb = 0;
-    let nowhere = TrainerOptions {
-        run: options(),
-        ..TrainerOptions::default()
+    // Prompts of more than a megabyte, the smallest budget.
+    let spec = StageSpec::new().rows(RowRule::Source).writes(PROMPTS);
+    let large = stage("prompts", spec, |_, context| {
+        let mut prompts = prompts_of(context.step)?;
+        let rows = vec![vec![7u32; 60_000]; prompts.num_rows()];
+        prompts.put(&PROMPTS, RaggedColumn::from_rows(rows))?;
+        context.emit(prompts)
+    });
+    let smallest = TraceConfig {
+        budget_mb: 1,
+        ..every_step()
     };
-    let mut trainer = Trainer::with_options(plan, nowhere).expect("a folder");
-    trainer.train().expect("runs");
+    let dir = temp.path().join("none");
+    run(&traced(&dir, 4, smallest, vec![large])).expect("runs");
     assert_eq!(TraceDir::open(&dir).expect("opens").steps(), [0u64; 0]);
-    // The budget applies to states as well.
-    let states = std::fs::read_dir(temp.path().join("none/trace/state"));
-    assert_eq!(states.map_or(0, |files| files.count()), 0);
     let off = TraceConfig {
         stats: false,
         ..quiet()
@@ -408,8 +409,8 @@ impl Rule for StopAt {
     fn name(&self) -> &str {
         "stop_at"
     }
-    fn severity(&self) -> Severity {
-        Severity::Stop
+    fn severity(&self) -> RuleSeverity {
+        RuleSeverity::Stop
     }
     fn advice(&self) -> &str {
         "nothing"

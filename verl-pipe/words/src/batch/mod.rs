@@ -19,6 +19,8 @@
 //! # Ok::<(), verl_pipe::batch::BatchError>(())
 //! ```
 
+#[doc(hidden)]
+pub mod arrow;
 mod column;
 mod row_id;
 
@@ -33,6 +35,7 @@ pub use column::{
 };
 pub use row_id::RowId;
 
+use crate::batch::arrow::ArrowBatch;
 use crate::field::{Field, Key};
 
 /// Name of the identity column.
@@ -155,36 +158,6 @@ impl Batch {
         Batch { record }
     }
 
-    /// A batch from an Arrow record batch whose first two columns are the identity columns.
-    ///
-    /// # Errors
-    /// When an identity column is missing or has another type.
-    pub fn from_record(record: RecordBatch) -> Result<Batch, BatchError> {
-        for (at, name) in [SAMPLE_ID, GROUP_ID].into_iter().enumerate() {
-            let right = record.num_columns() > at
-                && record.schema().field(at).name() == name
-                && record.schema().field(at).data_type() == &DataType::UInt64;
-            if !right {
-                return Err(BatchError::Missing {
-                    key: name.to_owned(),
-                    known: record
-                        .schema()
-                        .fields()
-                        .iter()
-                        .map(|f| f.name().as_str())
-                        .collect::<Vec<_>>()
-                        .join(", "),
-                });
-            }
-        }
-        Ok(Batch { record })
-    }
-
-    /// The Arrow record batch, identity columns first.
-    pub fn record(&self) -> &RecordBatch {
-        &self.record
-    }
-
     /// Number of rows.
     pub fn num_rows(&self) -> usize {
         self.record.num_rows()
@@ -225,11 +198,6 @@ impl Batch {
     /// Whether the batch has the key `name`.
     pub fn has(&self, name: &str) -> bool {
         self.record.schema().index_of(name).is_ok()
-    }
-
-    /// The Arrow array of a key.
-    pub fn column(&self, name: &str) -> Option<&ArrayRef> {
-        self.record.column_by_name(name)
     }
 
     /// Typed read access to the column of `key`.
@@ -275,35 +243,6 @@ impl Batch {
         data: impl Into<K::Data>,
     ) -> Result<(), BatchError> {
         self.put_array(key.name(), K::build(data.into())?)
-    }
-
-    /// Sets a column from an Arrow array.
-    ///
-    /// # Errors
-    /// When the number of rows differs.
-    pub fn put_array(&mut self, name: &str, array: ArrayRef) -> Result<(), BatchError> {
-        if array.len() != self.num_rows() {
-            return Err(BatchError::Rows {
-                key: name.to_owned(),
-                rows: self.num_rows(),
-                found: array.len(),
-            });
-        }
-        let mut fields: Vec<_> = self.record.schema().fields().iter().cloned().collect();
-        let mut columns = self.record.columns().to_vec();
-        let field = Arc::new(ArrowField::new(name, array.data_type().clone(), true));
-        match self.record.schema().index_of(name) {
-            Ok(at) => {
-                fields[at] = field;
-                columns[at] = array;
-            }
-            Err(_) => {
-                fields.push(field);
-                columns.push(array);
-            }
-        }
-        self.record = RecordBatch::try_new(Arc::new(Schema::new(fields)), columns)?;
-        Ok(())
     }
 
     /// The same rows without any column.

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 use super::{
     Access, Agreement, Cadence, Cardinality, ConfigError, LengthBound, LengthLimit, Metric,
@@ -21,7 +22,10 @@ use crate::field::Field;
 /// assert_eq!(spec.cardinality, Cardinality::Row);
 /// assert_eq!(spec.reads[0].name, "responses");
 /// ```
-#[derive(Debug, Clone, Default, PartialEq)]
+///
+/// A trace records what it declares of rows, keys and models, which is enough to place it in a plan; fields that this does
+/// not require are skipped.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct StageSpec {
     /// Required fields, with the required shape and tag.
     pub reads: Vec<Field>,
@@ -40,44 +44,60 @@ pub struct StageSpec {
     /// Models by name, and what it does with them. With none, the stage runs on the host pool.
     pub models: Vec<(String, Access)>,
     /// Models that must have a certain [role](crate::resource::ModelInfo::role): name and role.
+    #[serde(skip)]
     pub roles: Vec<(String, &'static str)>,
     /// Its work with models, for the memory estimate; empty if it only uses a model's tokenizer.
+    #[serde(skip)]
     pub work: Vec<ModelWork>,
     /// How often it steps optimisers, if not as the batch arithmetic says: `batch.epochs` passes in each step.
+    #[serde(skip)]
     pub passes: Vec<OptimizerPasses>,
     /// Key, by its own name, whose sampling temperature it uses if its own `temperature` is not set; see
     /// [`BuildContext::temperature`](super::BuildContext::temperature).
+    #[serde(skip)]
     pub temperature_of: Option<String>,
     /// Length bounds of the keys that it writes.
+    #[serde(skip)]
     pub lengths: Vec<LengthBound>,
     /// Rows passed to one call; `None`: for `Row` stages with a model the plan's micro-batch, otherwise no limit.
     pub slice_rows: Option<usize>,
-    /// Time limit of one row on the host pool.
+    /// Time limit of one row on the host pool; recorded in seconds.
+    #[serde(rename = "deadline_s", default, with = "seconds")]
+    #[schemars(with = "Option<f64>")]
     pub deadline: Option<Duration>,
     /// What happens to a row whose call failed, panicked or exceeded its deadline on the host pool.
     pub on_row_error: OnRowError,
     /// Metrics that it records.
+    #[serde(skip)]
     pub metrics: Vec<Metric>,
     /// The metrics that the console shows.
+    #[serde(skip)]
     pub shows: Vec<Shown>,
     /// What it does that a pipeline usually does once, as phrases: the plan warns if two stages state the same one.
+    #[serde(skip)]
     pub once: Vec<&'static str>,
     /// Specific help for a required key (by name) that no stage writes.
+    #[serde(skip)]
     pub remedies: BTreeMap<String, String>,
     /// Kind of stage that computes the log-probs which it reads, for the help if they come from another distribution.
+    #[serde(skip)]
     pub scored_by: Option<&'static str>,
     /// Settings that are valid but probably not intended: the plan warns.
+    #[serde(skip)]
     pub warnings: Vec<ConfigError>,
     /// Quantities that it and other stages set separately but that should be equal.
+    #[serde(skip)]
     pub agreements: Vec<Agreement>,
     /// For a filter of groups: how many it should keep; its source draws further waves while there are too few.
     pub refill: Option<Refill>,
-    /// For a source: whether it draws different rows in each [wave](super::StageContext::wave) of a step.
+    /// For a source: whether it draws different rows in each wave of a step.
     pub draws_waves: bool,
     /// JSON Schema of the samples that it passes to [`StageSink::sample`](super::StageSink::sample), for the
     /// documentation of `samples.jsonl`.
+    #[serde(skip)]
     pub sample: Option<serde_json::Value>,
     /// Why a replay does not call it again, as a clause; `None` if it may be called any number of times.
+    #[serde(skip)]
     pub not_replayed: Option<String>,
 }
 
@@ -264,5 +284,28 @@ impl StageSpec {
     pub fn shows(mut self, shown: Shown) -> Self {
         self.shows.push(shown);
         self
+    }
+}
+
+/// A duration as seconds. One that no duration can have is read as none.
+mod seconds {
+    use std::time::Duration;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(
+        duration: &Option<Duration>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        duration
+            .map(|duration| duration.as_secs_f64())
+            .serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Duration>, D::Error> {
+        let seconds = Option::<f64>::deserialize(deserializer)?;
+        Ok(seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()))
     }
 }

@@ -9,7 +9,7 @@ use crate::replay::first_bad::{Fault, FirstBad};
 
 /// A setting that was changed since the run was recorded, as the first fault in `step`.
 pub fn changed_setting(schedule: &Schedule, step: u64, change: &Change) -> FirstBad {
-    let stages = &schedule.plan.stages;
+    let stages = schedule.plan().stages();
     let parts: Vec<&str> = change.name.splitn(3, '.').collect();
     let (stage, key) = match parts[..] {
         ["stages", stage, key] => (Some(stage), key),
@@ -17,15 +17,12 @@ pub fn changed_setting(schedule: &Schedule, step: u64, change: &Change) -> First
             let uses = |(name, _): &(String, Access)| name == model;
             let mut users = stages
                 .iter()
-                .filter(|stage| stage.spec.models.iter().any(uses));
-            (
-                users.next().map(|stage| stage.name.as_str()),
-                change.name.as_str(),
-            )
+                .filter(|stage| stage.spec().models.iter().any(uses));
+            (users.next().map(|stage| stage.name()), change.name.as_str())
         }
         _ => (None, change.name.as_str()),
     };
-    let first = || stages.first().map_or("", |stage| stage.name.as_str());
+    let first = || stages.first().map_or("", |stage| stage.name());
     let (recorded, now) = (shown(&change.recorded), shown(&change.now));
     FirstBad {
         step,

@@ -122,7 +122,7 @@ pub fn check_step(
     if changed.is_some() {
         return Ok(only(changed));
     }
-    let stages = schedule.plan.stages.len();
+    let stages = schedule.plan().stages().len();
     let seen = (0..stages)
         .find_map(|index| {
             let altered = altered_fault(schedule, recorded, index);
@@ -175,8 +175,8 @@ fn replay_fault<'r>(
 ) -> Option<(usize, FirstBad, Option<&'r Difference>)> {
     let is_bad = |stage: &&ReplayedStage| stage.failed.is_some() || stage.compared.first.is_some();
     let stage = report.stages.iter().find(is_bad)?;
-    let mut stages = schedule.plan.stages.iter();
-    let index = stages.position(|planned| planned.name == stage.stage)?;
+    let mut stages = schedule.plan().stages().iter();
+    let index = stages.position(|planned| planned.name() == stage.stage)?;
     let bad = match (&stage.failed, &stage.compared.first) {
         (None, Some(difference)) => {
             let exact = report.changes.repeats_model_bits();
@@ -208,10 +208,10 @@ fn failed(schedule: &Schedule, recorded: &RecordedStep) -> Option<FirstBad> {
     }
     let error = recorded.error.as_ref()?;
     let given = |index: &usize| {
-        let stage = recorded.stages.get(&schedule.plan.stages[*index].name);
+        let stage = recorded.stages.get(schedule.plan().stages()[*index].name());
         stage.is_some_and(|stage| !stage.inputs.is_empty())
     };
-    let index = (0..schedule.plan.stages.len()).rev().find(given)?;
+    let index = (0..schedule.plan().stages().len()).rev().find(given)?;
     let nothing = Difference::new("", "", DifferenceKind::Value);
     let what = format!("the step ended here: {error}");
     Some(found(
@@ -244,7 +244,7 @@ pub fn damaged_fault(file: &DamagedFile) -> FirstBad {
 
 /// Compares the seed and the settings of stages with the recorded ones.
 fn settings(schedule: &Schedule, recorded: &RecordedStep) -> Option<FirstBad> {
-    let plan = &schedule.plan;
+    let plan = schedule.plan();
     let bad = |stage: &str, key: &str, what: String| FirstBad {
         step: recorded.step,
         stage: stage.to_owned(),
@@ -258,17 +258,17 @@ fn settings(schedule: &Schedule, recorded: &RecordedStep) -> Option<FirstBad> {
         through: Vec::new(),
         reaches: Vec::new(),
     };
-    if let Some(seed) = recorded.seed.filter(|seed| *seed != plan.context.seed) {
-        let first = plan.stages.first().map_or("", |stage| stage.name.as_str());
-        let now = plan.context.seed;
+    if let Some(seed) = recorded.seed.filter(|seed| *seed != plan.context().seed) {
+        let first = plan.stages().first().map_or("", |stage| stage.name());
+        let now = plan.context().seed;
         let what =
             format!("the step was recorded with seed {seed}, but the configuration says {now}");
         return Some(bad(first, "seed", what));
     }
-    plan.stages.iter().find_map(|planned| {
-        let then = recorded.stages.get(&planned.name)?.parameters.as_ref()?;
-        let mut declared = plan.pipe.stages.iter();
-        let now = &declared.find(|decl| decl.name == planned.name)?.config;
+    plan.stages().iter().find_map(|planned| {
+        let then = recorded.stages.get(planned.name())?.parameters.as_ref()?;
+        let mut declared = plan.pipe().stages.iter();
+        let now = &declared.find(|decl| decl.name == planned.name())?.config;
         let (then, now) = (then.as_object()?, now.as_object()?);
         let changed = then
             .iter()
@@ -279,22 +279,22 @@ fn settings(schedule: &Schedule, recorded: &RecordedStep) -> Option<FirstBad> {
             changed.1,
             now.get(changed.0).unwrap_or(&none)
         );
-        Some(bad(&planned.name, changed.0, what))
+        Some(bad(planned.name(), changed.0, what))
     })
 }
 
 /// What is wrong with a stage's recorded rows.
 fn inspect_stage(schedule: &Schedule, recorded: &RecordedStep, index: usize) -> Option<FirstBad> {
-    let planned = &schedule.plan.stages[index];
-    if planned.spec.cadence != Cadence::Step {
+    let planned = &schedule.plan().stages()[index];
+    if planned.spec().cadence != Cadence::Step {
         return None;
     }
-    let stage = recorded.stages.get(&planned.name)?;
+    let stage = recorded.stages.get(planned.name())?;
     let edge = compare_inputs(schedule, recorded, index)
         .into_iter()
         .find_map(|edges| Some((edges.writer, edges.compared.first?)));
     if let Some((writer, difference)) = edge {
-        let writer = &schedule.plan.stages[writer].name;
+        let writer = schedule.plan().stages()[writer].name();
         let what = format!(
             "the stage was not given what `{writer}` wrote\n{}",
             difference.explain("given", "written")
@@ -322,7 +322,7 @@ fn inspect_stage(schedule: &Schedule, recorded: &RecordedStep, index: usize) -> 
         row,
         sample,
         index: at,
-        ..Difference::new(&planned.name, &key, DifferenceKind::Value)
+        ..Difference::new(planned.name(), &key, DifferenceKind::Value)
     };
     let fault = match non_finite {
         true => Fault::NonFinite,
@@ -377,7 +377,7 @@ pub(crate) fn found(
 ) -> FirstBad {
     FirstBad {
         step: recorded.step,
-        stage: schedule.plan.stages[index].name.clone(),
+        stage: schedule.plan().stages()[index].name().to_owned(),
         fault,
         side,
         key: difference.key.clone(),
@@ -392,15 +392,15 @@ pub(crate) fn found(
 
 /// Stages upstream of stage `index`, in the order of the plan.
 pub(crate) fn through(schedule: &Schedule, index: usize) -> Vec<String> {
-    let stages = &schedule.plan.stages;
+    let stages = schedule.plan().stages();
     let mut wanted = vec![false; stages.len()];
     mark(schedule, index, &mut wanted);
     let chosen = (0..index).filter(|at| wanted[*at]);
-    chosen.map(|at| stages[at].name.clone()).collect()
+    chosen.map(|at| stages[at].name().to_owned()).collect()
 }
 
 fn mark(schedule: &Schedule, index: usize, wanted: &mut [bool]) {
-    for edge in &schedule.plan.stages[index].inputs {
+    for edge in schedule.plan().stages()[index].inputs() {
         if !std::mem::replace(&mut wanted[edge.writer], true) {
             mark(schedule, edge.writer, wanted);
         }
@@ -409,15 +409,17 @@ fn mark(schedule: &Schedule, index: usize, wanted: &mut [bool]) {
 
 /// Stages that read the key; for weights and inputs, those that read any key of the stage.
 pub(crate) fn reaches(schedule: &Schedule, index: usize, side: &str, key: &str) -> Vec<String> {
-    let stages = &schedule.plan.stages;
+    let stages = schedule.plan().stages();
     let planned = &stages[index];
-    let written = planned.spec.writes.iter().any(|field| field.name == key);
+    let written = planned.spec().writes.iter().any(|field| field.name == key);
     let name = planned.key(key);
     let reads = |edge: &verl_plan::Edge| {
         edge.writer == index && (side == "input" || !written || edge.key == name)
     };
-    let readers = stages.iter().filter(|stage| stage.inputs.iter().any(reads));
-    readers.map(|stage| stage.name.clone()).collect()
+    let readers = stages
+        .iter()
+        .filter(|stage| stage.inputs().iter().any(reads));
+    readers.map(|stage| stage.name().to_owned()).collect()
 }
 
 impl FirstBad {

@@ -11,8 +11,8 @@ use crate::text::count;
 /// whose hash differs from that of the written key.
 pub fn first_fault_of_stats(schedule: &Schedule, step: u64, rows: &[StatRow]) -> Option<FirstBad> {
     let rows: Vec<&StatRow> = rows.iter().filter(|row| row.step == step).collect();
-    (0..schedule.plan.stages.len()).find_map(|index| {
-        let name = &schedule.plan.stages[index].name;
+    (0..schedule.plan().stages().len()).find_map(|index| {
+        let name = schedule.plan().stages()[index].name();
         let of = |side: Side| {
             let rows = rows.iter().copied();
             rows.filter(move |row| row.stage == *name && row.side == side)
@@ -52,7 +52,7 @@ fn written_as<'a>(
     rows: &[&'a StatRow],
     input: &StatRow,
 ) -> Option<&'a StatRow> {
-    let wires = &schedule.wiring.stages[reader];
+    let wires = &schedule.wiring().stages[reader];
     let column = wires
         .inputs
         .iter()
@@ -61,8 +61,8 @@ fn written_as<'a>(
     if !source.path.is_empty() || column.convert.is_some() {
         return None;
     }
-    let writer = &schedule.plan.stages[source.writer].name;
-    let key = &schedule.wiring.stages[source.writer].outputs[column.column].local;
+    let writer = schedule.plan().stages()[source.writer].name();
+    let key = &schedule.wiring().stages[source.writer].outputs[column.column].local;
     let mut rows = rows.iter().copied();
     rows.find(|row| row.stage == *writer && row.side == Side::Output && row.key == *key)
 }

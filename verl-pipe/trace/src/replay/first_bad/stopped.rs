@@ -16,10 +16,10 @@ pub fn stopped_fault(
     anomaly: &Anomaly,
     recorded: Option<&RecordedStep>,
 ) -> FirstBad {
-    let mut stages = schedule.plan.stages.iter();
-    let index = stages.position(|stage| stage.name == anomaly.stage);
+    let mut stages = schedule.plan().stages().iter();
+    let index = stages.position(|stage| stage.name() == anomaly.stage);
     let written = index.is_some_and(|index| {
-        let spec = &schedule.plan.stages[index].spec;
+        let spec = schedule.plan().stages()[index].spec();
         spec.writes.iter().any(|field| field.name == anomaly.key)
     });
     let side = match written {
