@@ -58,7 +58,7 @@ use serde_json::{Map, Value};
 use crate::config::decode::{Decoded, Fault, decode_known};
 use crate::diagnostic::suggest;
 use crate::registry::Kinds;
-use crate::stage::{BuildContext, ConfigError};
+use crate::stage::{BuildContext, ConfigError, config_json};
 
 /// What the parts of one sort are built into; a stage's settings have such a part as a field of type [`Part`].
 pub trait Slot: Sized + 'static {
@@ -129,14 +129,18 @@ impl<S: Slot> Part<S> {
 
 impl<C: PartConfig> From<C> for Part<C::Slot> {
     fn from(config: C) -> Self {
-        let settings = match serde_json::to_value(&config) {
+        let settings = match config_json(C::KIND, &config) {
             Ok(Value::Object(settings)) => settings,
+            // No settings, or settings that `build` refuses.
             _ => Map::new(),
         };
         Part {
             kind: C::KIND,
             settings,
-            build: Arc::new(move |context| config.build(context)),
+            build: Arc::new(move |context| {
+                config_json(C::KIND, &config)?;
+                config.build(context)
+            }),
         }
     }
 }

@@ -23,6 +23,7 @@ use std::any::Any;
 use crate::batch::Batch;
 use crate::resource::{ResourceError, Snapshot, StoredState, WeightsVersion};
 
+pub(crate) use config::config_json;
 pub use config::{BuildContext, ConfigError, DataConfig, ModelConfig, StageConfig, Training};
 pub use context::{
     CancelToken, Models, StageContext, StageError, StageSink, StartContext, find_model,
