@@ -319,7 +319,7 @@ fn taking_a_read_away_is_found() {
         // Other losses still read settings with the same name.
         (
             "verl-stages/src/losses/policy_losses.rs",
-            "GspoLoss { clip_low: own.clip_low, clip_high: own.clip_high }",
+            "GspoLoss { clip_low: own.clip_low, clip_high: own.clip_high }, ClipBounds::new(own.clip_low, own.clip_high)",
             "GspoLoss { clip_low: own.clip_low, clip_high: 0.0 }",
             &["parts/loss/gspo.clip_high"],
         ),

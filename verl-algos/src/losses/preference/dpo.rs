@@ -29,7 +29,7 @@ use crate::losses::{Mean, Objective, PerRow, PreparedRows, RowLoss};
 /// use verl_algos::losses::{Dpo, Objective, PreferenceLoss};
 /// use verl_algos::{Aggregation, MiniBatch};
 ///
-/// let dpo = Dpo::new(PreferenceLoss::parse("sigmoid")?);
+/// let dpo = Dpo::new(PreferenceLoss::Sigmoid);
 /// let objective = Objective::new(Aggregation::default()).with_rows(1.0, dpo);
 /// // One pair: row 0 is the chosen response, row 1 the rejected one.
 /// let mut batch = MiniBatch::new(vec![0, 0, 1]);
