@@ -155,14 +155,17 @@ pub mod prelude {
     pub use verl_pipe::trace::config::TraceConfig;
     pub use verl_stages::advantages::Advantages;
     pub use verl_stages::baseline::Baseline;
-    pub use verl_stages::correct_rollout::{CorrectRollout, Rejection, SamplerRatio};
+    pub use verl_stages::correct_rollout::{
+        CorrectRollout, Preset, Rejection, RejectionRuleName, SamplerRatio, SamplerRatioMode,
+        WeightLevel,
+    };
     pub use verl_stages::data::addition::{Addition, Split};
     pub use verl_stages::data::addition_episodes::AdditionEpisodes;
     pub use verl_stages::data::addition_pairs::AdditionPairs;
     pub use verl_stages::data::file::DataFile;
     pub use verl_stages::data::jsonl::Jsonl;
     pub use verl_stages::data::parquet::Parquet;
-    pub use verl_stages::distill::Distill;
+    pub use verl_stages::distill::{Distill, DivergenceName, Tail};
     pub use verl_stages::episodes::Episodes;
     pub use verl_stages::estimators::{self, Estimator};
     pub use verl_stages::evaluate::Evaluate;
@@ -170,7 +173,10 @@ pub mod prelude {
     pub use verl_stages::filter_groups::FilterGroups;
     pub use verl_stages::generate::Generate;
     pub use verl_stages::log_probs::{LogProbs, Role};
-    pub use verl_stages::losses::{self, Loss, PolicyLoss, PolicyObjective};
+    pub use verl_stages::losses::{
+        self, AggregationName, ClipBounds, CpoLossName, FDivergenceName, KlEstimatorName, Loss,
+        PolicyLoss, PolicyObjective, PreferenceLossName,
+    };
     pub use verl_stages::model::{
         CausalLm, HeadInit, IlqlLm, Init, PolicyResource, SaveAs, ValueLm, ValueResource,
         WeightsDType, policy_model, value_model,

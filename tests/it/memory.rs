@@ -3,9 +3,8 @@
 use std::collections::BTreeSet;
 
 use verl::pipe::diagnostic::{Diagnostic, Findings};
-use verl::pipe::plan::Plan;
-use verl::pipe::plan::Plannable;
 use verl::pipe::plan::memory::MemoryPlan;
+use verl::pipe::plan::{Plan, Plannable};
 use verl::pipe::stage::{Access, WorkKind};
 
 use crate::kit::{GRPO, Place};

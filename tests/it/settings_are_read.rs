@@ -15,9 +15,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value};
 use verl::pipe::registry::Registry;
-use verl::pipe::schema::NOTE;
 use verl::pipe::schema::kinds::Catalogue;
-use verl::pipe::schema::pipeline_schema;
+use verl::pipe::schema::{NOTE, pipeline_schema};
 
 use crate::kit::root;
 use crate::source::{Item, items_of, sources};
@@ -319,7 +318,7 @@ fn taking_a_read_away_is_found() {
         // Other losses still read settings with the same name.
         (
             "verl-stages/src/losses/policy_losses.rs",
-            "GspoLoss { clip_low: own.clip_low, clip_high: own.clip_high }",
+            "GspoLoss { clip_low: own.clip_low, clip_high: own.clip_high }, ClipBounds::new(own.clip_low, own.clip_high)",
             "GspoLoss { clip_low: own.clip_low, clip_high: 0.0 }",
             &["parts/loss/gspo.clip_high"],
         ),

@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::advantages::{AdvantageInputs, EstimatorInput};
-use verl_algos::kl::KlEstimator;
+use verl_algos::kl::{KlEstimator, KlEstimatorName};
 use verl_algos::{CutUnit, Ragged as AlgoRagged};
 use verl_pipe::batch::{Batch, RaggedColumn};
 use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
@@ -21,7 +21,7 @@ use verl_pipe::stage::{
 use crate::estimators::{Estimator, Grpo};
 use crate::log_probs::{LogProbs, scoring_temperature, scoring_temperature_fault};
 use crate::losses::KL_PENALTY;
-use crate::settings::{coefficient_fault, refusal};
+use crate::settings::coefficient_fault;
 use crate::state::{recalled, restored, snapshot, stored};
 use crate::steering::{Control, KlControl, KlSteering};
 
@@ -77,8 +77,8 @@ pub struct Advantages {
     pub kl_coef: f64,
     /// Whether that coefficient is fixed or follows the KL: `{ kind = "adaptive", target = 0.1, horizon = 10000 }`.
     pub kl_control: KlControl,
-    /// Estimator of that KL: `k1`, `k2`, `k3`, `abs`.
-    pub kl_estimator: String,
+    /// Estimator of that KL; a `+` makes no difference here.
+    pub kl_estimator: KlEstimatorName,
     /// Temperature of the log-probs that the KL compares and of those that an estimator reads; the sampling temperature
     /// when absent.
     pub temperature: Option<f64>,
@@ -90,7 +90,7 @@ impl Default for Advantages {
             estimator: Grpo::default().into(),
             kl_coef: 0.0,
             kl_control: KlControl::default(),
-            kl_estimator: "k1".to_owned(),
+            kl_estimator: KlEstimatorName::K1,
             temperature: None,
         }
     }
@@ -104,8 +104,6 @@ impl StageConfig for Advantages {
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = Vec::from_iter(coefficient_fault("kl_coef", self.kl_coef));
         faults.extend(scoring_temperature_fault(self.temperature));
-        let kl = KlEstimator::parse(&self.kl_estimator)
-            .map_err(|error| faults.push(refusal("kl_estimator", &error)));
         let steering = self.steering(context);
         let steering = steering.map_err(|errors| faults.extend(errors));
         let samples = context.batch.samples.max(1);
@@ -115,16 +113,14 @@ impl StageConfig for Advantages {
             faults.extend(self.too_few_samples(estimator, samples));
             faults.extend(self.penalty_conflict(estimator));
         }
-        let (Ok(kl), Ok(steering), Ok(estimator), true) =
-            (kl, steering, estimator, faults.is_empty())
-        else {
+        let (Ok(steering), Ok(estimator), true) = (steering, estimator, faults.is_empty()) else {
             return Err(faults);
         };
         Ok(Box::new(AdvantagesStage {
             warning: self.single_response(&estimator, samples),
             temperature: scoring_temperature(self.temperature, context),
             config: self.clone(),
-            kl,
+            kl: self.kl_estimator.into(),
             steering,
             estimator,
         }))

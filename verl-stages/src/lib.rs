@@ -311,6 +311,7 @@ mod tests {
             ("update.loss.kl_importance=tokens", &[]),
             ("update.loss.top_entropy_coef=0.1", &[]),
             ("update.loss.aggregation=tokenmean", &[]),
+            ("update.loss.kl_estimator=k4", &[]),
             ("update.loss.aggregation=seq-mean-token-sum-norm", &[]),
             ("update.loss.kl_coeff=0.1", &[]),
         ] {

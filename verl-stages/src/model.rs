@@ -26,12 +26,10 @@ use verl_models::hf::{LoadError, Origin, SaveDType};
 use verl_models::memory::{Usage, footprint};
 use verl_models::model::{PolicyModel, TrainedModel};
 use verl_models::optim::OptimizerConfig;
-use verl_models::parameters;
 use verl_models::policy::Policy;
-use verl_models::registers;
 use verl_models::rollout::stop::{TextDecoder, text_to_stop};
 use verl_models::tokenizer::Tokenizer;
-use verl_models::{Decoder, DecoderConfig};
+use verl_models::{Decoder, DecoderConfig, parameters, registers};
 use verl_pipe::resource::{
     CpuKernels, DeviceRefusal, Footprint, ModelInfo, ModelResource, ResourceError, Shortage,
     Snapshot, StoredState, TokenTexts, WeightsVersion,

@@ -1,7 +1,6 @@
 //! Macros and checks for the settings of this crate's stages and parts.
 
 use verl_algos::AlgoError;
-use verl_pipe::diagnostic::suggest;
 use verl_pipe::stage::ConfigError;
 
 /// Settings as a plain struct: each with its documentation, its type and its default.
@@ -72,11 +71,6 @@ pub(crate) fn refusal(setting: &str, error: &AlgoError) -> ConfigError {
             *setting,
             format!("is not set, but `{algorithm}` needs it and there is no default"),
             *reason,
-        ),
-        AlgoError::UnknownName { what, name, known } => ConfigError::new(
-            setting,
-            format!("is `{name}`, which is not a known {what}"),
-            suggest(name, "names", known.iter().copied()),
         ),
         error => ConfigError::new(
             setting,

@@ -17,7 +17,7 @@ use verl_pipe::stage::{
     Stage, StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
-use crate::losses::aggregation;
+use crate::losses::{AggregationName, aggregation};
 use crate::model::{VALUE_MODEL, ValueResource};
 use crate::settings::metrics;
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
@@ -50,9 +50,8 @@ pub struct UpdateCritic {
     pub model: String,
     /// How far a value may move from the one at the start of the step; moving further gains nothing. 0: no limit.
     pub clip: f64,
-    /// How token losses become one number: `token-mean`, `seq-mean-token-mean`, `seq-mean-token-sum`,
-    /// `seq-mean-token-sum-norm`, `token-sum`.
-    pub aggregation: String,
+    /// How token losses become one number.
+    pub aggregation: AggregationName,
     /// Divisor of `seq-mean-token-sum-norm`: the longest response in tokens.
     pub loss_scale_factor: Option<f64>,
     /// Passes over the step's rows (passes); those of `batch` when absent.
@@ -64,7 +63,7 @@ impl Default for UpdateCritic {
         UpdateCritic {
             model: "critic".to_owned(),
             clip: 0.5,
-            aggregation: "token-mean".to_owned(),
+            aggregation: AggregationName::TokenMean,
             loss_scale_factor: None,
             epochs: None,
         }
@@ -91,7 +90,7 @@ impl StageConfig for UpdateCritic {
                 "set it to 1 or more, or remove it",
             ));
         }
-        let aggregation = aggregation(&self.aggregation, self.loss_scale_factor)
+        let aggregation = aggregation(self.aggregation, self.loss_scale_factor)
             .map_err(|error| faults.push(error));
         let (Ok(aggregation), true) = (aggregation, faults.is_empty()) else {
             return Err(faults);
@@ -371,7 +370,7 @@ mod tests {
     fn invalid_settings_are_reported_together() {
         let config = UpdateCritic {
             clip: -0.5,
-            aggregation: "mean".to_owned(),
+            aggregation: AggregationName::SeqMeanTokenSumNorm,
             epochs: Some(0),
             ..UpdateCritic::default()
         };
@@ -382,6 +381,6 @@ mod tests {
             .into_iter()
             .map(|f| f.setting)
             .collect();
-        assert_eq!(settings, ["clip", "epochs", "aggregation"]);
+        assert_eq!(settings, ["clip", "epochs", "loss_scale_factor"]);
     }
 }

@@ -59,13 +59,14 @@ mod tests {
     use super::*;
     use crate::aggregate::Aggregation;
     use crate::batch::MiniBatch;
+    use crate::kl::KlEstimatorName;
     use crate::losses::Objective;
     use crate::tensor::test::gradient;
 
     #[test]
     fn the_gradient_flows_through_both_factors() {
         let loss = ImportanceKlLoss {
-            estimator: KlEstimator::parse("k1").unwrap(),
+            estimator: KlEstimatorName::K1.into(),
             level: RatioLevel::Token,
         };
         let objective = Objective::new(Aggregation::TokenSum).with(1.0, loss);

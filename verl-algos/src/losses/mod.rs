@@ -62,8 +62,8 @@ pub use cispo::CispoLoss;
 pub use clip_cov::ClipCovLoss;
 pub use clipped_policy::ClippedPolicyLoss;
 pub use distillation::{
-    DistillationBatch, DistillationLoss, DistillationMicroBatch, Divergence, PreparedDistillation,
-    Tail, teacher_advantages,
+    DistillationBatch, DistillationLoss, DistillationMicroBatch, Divergence, DivergenceName,
+    PreparedDistillation, Tail, teacher_advantages,
 };
 pub use dppo::{DppoDivergence, DppoLoss};
 pub use dro::DroLoss;
@@ -80,9 +80,9 @@ pub use needs::LossInput;
 pub use objective::{Objective, PreparedObjective, PreparedTokens};
 pub use off_policy_rows::OffPolicyRows;
 pub use preference::{
-    ChosenNll, Cpo, CpoLoss, Dpo, FDivergence, Kto, KtoBaseline, OrpoOdds, PREFERENCE_LOSSES,
-    PreferenceLoss, RewardModelLoss, RowLossEntry, kl_baseline, mismatched_rows, orpo,
-    preference_loss,
+    ChosenNll, Cpo, CpoLoss, CpoLossName, Dpo, FDivergence, FDivergenceName, Kto, KtoBaseline,
+    OrpoOdds, PREFERENCE_LOSSES, PreferenceLoss, PreferenceLossName, RewardModelLoss, RowLossEntry,
+    kl_baseline, mismatched_rows, orpo, preference_loss,
 };
 pub use prepared_rows::{PreparedRows, Sides};
 pub use ratio_level::RatioLevel;

@@ -22,11 +22,11 @@ mod preferences;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use proptest::prelude::*;
-use verl_algos::kl::KlEstimator;
+use verl_algos::kl::{KlEstimator, KlEstimatorName};
 use verl_algos::losses::{
     MetricSum, OTHER_LOSSES, Objective, POLICY_LOSSES, TOKEN_FILTERS, TokenFilter, TokenLoss,
 };
-use verl_algos::{Aggregation, Counts, MicroBatch, MiniBatch, Ragged, masked};
+use verl_algos::{Aggregation, AggregationName, Counts, MicroBatch, MiniBatch, Ragged, masked};
 
 /// Rounding differences between orders of summation.
 const TOLERANCE: f64 = 1e-9;
@@ -61,11 +61,15 @@ proptest! {
     #[test]
     fn k2_and_k3_are_never_negative(delta in -50f64..50.0) {
         for name in ["k2", "k3", "k3_unclamped", "abs"] {
-            let kl = KlEstimator::parse(name).unwrap();
+            let kl = kl_estimator(name);
             prop_assert!(kl.value(delta, 0.0) >= 0.0);
             prop_assert_eq!(kl.value(0.3, 0.3), 0.0);
         }
     }
+}
+
+fn kl_estimator(name: &str) -> KlEstimator {
+    name.parse::<KlEstimatorName>().unwrap().into()
 }
 
 #[test]
@@ -73,7 +77,7 @@ fn estimators_average_to_the_true_kl() {
     // Expectation over a small vocabulary, exactly: k1 and the unclamped k3 are unbiased.
     let (p, q) = ([0.5f64, 0.3, 0.2], [0.2f64, 0.5, 0.3]);
     let expectation = |name: &str| -> f64 {
-        let kl = KlEstimator::parse(name).unwrap();
+        let kl = kl_estimator(name);
         let each = p.iter().zip(&q);
         each.map(|(p, q)| p * kl.value(p.ln(), q.ln())).sum()
     };
@@ -201,8 +205,8 @@ fn objectives(coef: f64) -> Vec<(&'static str, Objective)> {
 }
 
 fn aggregations() -> impl Iterator<Item = Aggregation> {
-    let parse = |name: &&str| Aggregation::parse(name, Some(7.0)).unwrap();
-    Aggregation::NAMES.iter().map(parse)
+    let named = |name: &AggregationName| Aggregation::named(*name, Some(7.0)).unwrap();
+    AggregationName::ALL.iter().map(named)
 }
 
 fn tensor(values: Vec<f64>) -> Tensor<1> {

@@ -55,7 +55,7 @@ use serde::ser::SerializeMap;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 use verl_words::diagnostic::suggest;
-use verl_words::stage::{BuildContext, ConfigError};
+use verl_words::stage::{BuildContext, ConfigError, config_json};
 
 use crate::config::decode::{Decoded, Fault, decode_known};
 use crate::registry::Kinds;
@@ -129,14 +129,18 @@ impl<S: Slot> Part<S> {
 
 impl<C: PartConfig> From<C> for Part<C::Slot> {
     fn from(config: C) -> Self {
-        let settings = match serde_json::to_value(&config) {
+        let settings = match config_json(C::KIND, &config) {
             Ok(Value::Object(settings)) => settings,
+            // No settings, or settings that `build` refuses.
             _ => Map::new(),
         };
         Part {
             kind: C::KIND,
             settings,
-            build: Arc::new(move |context| config.build(context)),
+            build: Arc::new(move |context| {
+                config_json(C::KIND, &config)?;
+                config.build(context)
+            }),
         }
     }
 }

@@ -14,7 +14,7 @@ use verl_words::resource::{
     CpuKernels, DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
 };
 use verl_words::stage::{
-    BuildContext, ConfigError, DataConfig, ModelConfig, Stage, StageConfig, Training,
+    BuildContext, ConfigError, DataConfig, ModelConfig, Stage, StageConfig, Training, config_json,
 };
 
 use crate::chain::Chain;
@@ -157,6 +157,7 @@ pub trait ModelFactory: Send + Sync {
 
 impl<C: ModelConfig> ModelFactory for C {
     fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
+        config_json(C::KIND, self)?;
         ModelConfig::describe(self, context)
     }
     fn trainable(&self) -> bool {
@@ -245,10 +246,6 @@ pub struct DataPipe {
     pub base: PathBuf,
     /// Statements about a stage that were made before any stage was added; the plan reports them as errors.
     pub misplaced: Vec<String>,
-}
-
-fn as_json<C: Serialize>(config: &C) -> serde_json::Value {
-    serde_json::to_value(config).unwrap_or(serde_json::Value::Null)
 }
 
 impl DataPipe {
@@ -449,12 +446,15 @@ impl StageDecl {
         StageDecl {
             name: name.into(),
             kind: C::KIND.to_owned(),
-            config: as_json(&config),
+            config: config_json(C::KIND, &config).unwrap_or_default(),
             rename: BTreeMap::new(),
             stated_reads: None,
             stated_writes: None,
             debug: false,
-            build: Arc::new(move |context| config.build(context)),
+            build: Arc::new(move |context| {
+                config_json(C::KIND, &config)?;
+                config.build(context)
+            }),
         }
     }
 }
@@ -472,7 +472,7 @@ impl ModelDecl {
         ModelDecl {
             name: name.into(),
             kind: C::KIND.to_owned(),
-            config: as_json(&config),
+            config: config_json(C::KIND, &config).unwrap_or_default(),
             factory: Arc::new(config),
         }
     }
@@ -485,8 +485,11 @@ impl DataDecl {
         DataDecl {
             name: name.into(),
             kind: C::KIND.to_owned(),
-            config: as_json(&config),
-            check: Arc::new(move |context| checked.check(context)),
+            config: config_json(C::KIND, &config).unwrap_or_default(),
+            check: Arc::new(move |context| {
+                config_json(C::KIND, &checked)?;
+                checked.check(context)
+            }),
             open: Arc::new(move |context| config.open(context)),
             open_start: Arc::new(move |context| started.open_start(context)),
         }

@@ -6,6 +6,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::kit::*;
+use schemars::JsonSchema;
+use serde::ser::Error as _;
+use serde::{Deserialize, Serialize, Serializer};
 use verl_pipe::chain::IntoStage;
 use verl_pipe::config::{parse_pipeline, read_pipeline};
 use verl_pipe::diagnostic::Diagnostic;
@@ -44,6 +47,37 @@ fn findings(pipe: &DataPipe) -> Vec<Diagnostic> {
         Ok(plan) => plan.warnings().to_vec(),
         Err(findings) => findings,
     }
+}
+
+/// A stage whose settings cannot be written as JSON.
+#[derive(Clone, Deserialize, JsonSchema)]
+struct Unwritable {}
+
+impl Serialize for Unwritable {
+    fn serialize<S: Serializer>(&self, _serializer: S) -> Result<S::Ok, S::Error> {
+        Err(S::Error::custom("there are no words for it"))
+    }
+}
+
+impl StageConfig for Unwritable {
+    const KIND: &'static str = "unwritable";
+    const SUMMARY: &'static str = "settings that cannot be written";
+
+    fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+        let spec = StageSpec::new().rows(RowRule::Source).writes(PROMPTS);
+        Ok(Box::new(Declared(spec)))
+    }
+}
+
+#[test]
+fn settings_that_cannot_be_written() {
+    let pipe = DataPipe::new("unwritable").add_stage("source", Unwritable {});
+    let text = printed(&findings(&pipe));
+    let words = "`kind` is `unwritable`, whose settings cannot be written as JSON: there are no words for it";
+    assert!(
+        text.contains("error[C005]") && text.contains(words),
+        "{text}"
+    );
 }
 
 #[test]

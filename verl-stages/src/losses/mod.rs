@@ -12,6 +12,7 @@
 //! A policy loss is a [`PolicyLoss`], which is trained with as a [`PolicyObjective`]; any other loss is a
 //! [`PartConfig`](verl_pipe::part::PartConfig) that builds a [`Loss`].
 
+pub mod clip_bounds;
 pub mod cpo;
 pub mod dpo;
 mod judged;
@@ -31,6 +32,7 @@ use verl_pipe::keys::RESPONSES;
 use verl_pipe::part::Slot;
 use verl_pipe::stage::{ConfigError, Metric, Shown};
 
+pub use clip_bounds::ClipBounds;
 pub use cpo::{Cpo, SimPo};
 pub use dpo::Dpo;
 pub use kto::Kto;
@@ -39,6 +41,9 @@ pub use orpo::Orpo;
 pub use policy::{PolicyLoss, PolicyObjective};
 pub use policy_losses::*;
 pub use sft::Sft;
+pub use verl_algos::AggregationName;
+pub use verl_algos::kl::KlEstimatorName;
+pub use verl_algos::losses::{CpoLossName, FDivergenceName, PreferenceLossName};
 
 use crate::settings::refusal;
 
@@ -114,8 +119,10 @@ impl Loss {
 /// Aggregation of token losses by name.
 ///
 /// # Errors
-/// An unknown name; a scale factor that is missing or not positive.
-pub(crate) fn aggregation(name: &str, scale: Option<f64>) -> Result<Aggregation, ConfigError> {
-    let refused = |error: AlgoError| refusal("aggregation", &error);
-    Aggregation::parse(name, scale).map_err(refused)
+/// A scale factor that is missing or not positive.
+pub(crate) fn aggregation(
+    name: AggregationName,
+    scale: Option<f64>,
+) -> Result<Aggregation, ConfigError> {
+    Aggregation::named(name, scale).map_err(|error| refusal("aggregation", &error))
 }

@@ -5,7 +5,7 @@ use verl_pipe::keys::TARGETS;
 use verl_pipe::part::PartConfig;
 use verl_pipe::stage::{BuildContext, ConfigError};
 
-use super::{Loss, aggregation};
+use super::{AggregationName, Loss, aggregation};
 use crate::settings::{metrics, settings};
 
 metrics! {
@@ -15,8 +15,8 @@ metrics! {
 settings! {
     /// Negative log-likelihood of target tokens.
     Sft {
-        /// How token losses become one number: `token-mean`, `seq-mean-token-mean`, …
-        aggregation: String = "token-mean".to_owned(),
+        /// How token losses become one number.
+        aggregation: AggregationName = AggregationName::TokenMean,
         /// Divisor of `seq-mean-token-sum-norm`: the longest target in tokens.
         loss_scale_factor: Option<f64> = None,
     }
@@ -28,7 +28,7 @@ impl PartConfig for Sft {
     const SUMMARY: &'static str = "negative log-likelihood of target tokens";
 
     fn build(&self, _context: &BuildContext) -> Result<Loss, Vec<ConfigError>> {
-        let aggregation = aggregation(&self.aggregation, self.loss_scale_factor);
+        let aggregation = aggregation(self.aggregation, self.loss_scale_factor);
         let objective = Objective::new(aggregation.map_err(|error| vec![error])?);
         Ok(Loss {
             tokens: TARGETS,

@@ -1,8 +1,7 @@
 use std::path::Path;
 
-use verl_algos::Aggregation;
-use verl_algos::MicroBatch;
 use verl_algos::losses::{Objective, ValueLoss};
+use verl_algos::{Aggregation, MicroBatch};
 
 use super::*;
 

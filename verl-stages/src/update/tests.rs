@@ -170,7 +170,7 @@ fn losses_of(loss: crate::losses::Dpo, metric: &Metric, steps: &[u64]) -> Vec<f6
 #[test]
 fn the_reward_shift_is_kept_between_steps_and_in_snapshots() {
     let bco = crate::losses::Dpo {
-        variant: "bco_pair".to_owned(),
+        variant: crate::losses::PreferenceLossName::BcoPair,
         reward_shift: true,
         ..Default::default()
     };
@@ -235,7 +235,7 @@ fn pairs_can_be_weighted_by_how_likely_the_policy_generates_them() {
         "{with:?} {without:?}"
     );
     let sorted = crate::losses::Dpo {
-        variant: "aot".to_owned(),
+        variant: crate::losses::PreferenceLossName::Aot,
         wpo: true,
         ..dpo()
     };

@@ -5,8 +5,7 @@ use super::{ChosenNll, check_beta, check_both_sides, rewards};
 use crate::aggregate::Aggregation;
 use crate::batch::MiniBatch;
 use crate::error::AlgoError;
-use crate::losses::LossInput;
-use crate::losses::{MetricId, Objective, PerRow, PreparedRows, RowLoss};
+use crate::losses::{LossInput, MetricId, Objective, PerRow, PreparedRows, RowLoss};
 
 /// ORPO = the negative log-likelihood of chosen responses, a mean over tokens, plus [`OrpoOdds`].
 ///

@@ -4,8 +4,7 @@ use super::log_space::log_sigmoid;
 use super::{check_both_sides, rewards};
 use crate::batch::MiniBatch;
 use crate::error::{AlgoError, check_setting};
-use crate::losses::LossInput;
-use crate::losses::{MetricId, PerRow, PreparedRows, RowLoss};
+use crate::losses::{LossInput, MetricId, PerRow, PreparedRows, RowLoss};
 
 /// −log σ(s_w − s_l − m) + c (s_w + s_l)²: Bradley–Terry on the scores of a pair, a mean over pairs.
 ///

@@ -163,7 +163,7 @@ pub(crate) fn decode<T: DeserializeOwned + JsonSchema>(mut value: Value) -> Deco
             [] => Vec::from_iter(offending_key::<T>(&value, &message)),
             _ => at,
         };
-        let fault = refine(fault(at, &message), shape, &value);
+        let fault = refine(fault(at, &message, &value), shape, &value);
         let missing = matches!(fault, Fault::Missing { .. });
         // A setting that was removed because of its own fault, or one inside it, is not also missing.
         let known_already = faults.iter().any(|other| {
@@ -234,8 +234,8 @@ fn segments(path: &Path) -> Vec<String> {
         .collect()
 }
 
-/// Parses serde's message, the only source of the unknown or missing name.
-fn fault(mut path: Vec<String>, message: &str) -> Fault {
+/// Parses serde's message, the only source of the unknown or missing name, about `path` of `value`.
+fn fault(mut path: Vec<String>, message: &str, value: &Value) -> Fault {
     let mut names = message.split('`').skip(1).step_by(2).map(str::to_owned);
     if message.starts_with("unknown field `") {
         let key = names.next().unwrap_or_default();
@@ -253,6 +253,15 @@ fn fault(mut path: Vec<String>, message: &str) -> Fault {
     }
     if message.starts_with("unknown variant `") {
         let given = names.next().unwrap_or_default();
+        let found = value.pointer(&format!("/{}", path.join("/")));
+        let is_value = found.and_then(Value::as_str) == Some(&given);
+        if path.last() == Some(&given) && !is_value {
+            // A key of a table whose keys are words of a list.
+            return Fault::Unknown {
+                path,
+                known: names.collect(),
+            };
+        }
         return Fault::Invalid {
             path,
             reason: format!("`{given}` is not a valid value"),
@@ -295,6 +304,8 @@ fn remove(value: &mut Value, path: &[String]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use serde::Deserialize;
     use serde_json::json;
 
@@ -308,6 +319,15 @@ mod tests {
         inner: Option<Inner>,
         #[serde(default)]
         choice: Option<Choice>,
+        #[serde(default)]
+        shares: BTreeMap<Word, f64>,
+    }
+
+    #[derive(Deserialize, JsonSchema, Debug, PartialEq, Eq, PartialOrd, Ord)]
+    #[serde(rename_all = "snake_case")]
+    enum Word {
+        Red,
+        Blue,
     }
 
     #[derive(Deserialize, JsonSchema, Debug, PartialEq)]
@@ -357,7 +377,7 @@ mod tests {
         check(
             json!({"neded": 1, "inner": {"rate": "x", "rat": 1.0}}),
             &[
-                ("neded", "unknown, not needed inner choice"),
+                ("neded", "unknown, not needed inner choice shares"),
                 ("inner.rate", "invalid"),
                 ("inner.rat", "unknown, not rate"),
                 ("needed", "missing"),
@@ -373,6 +393,14 @@ mod tests {
             &[("choice.kind", "invalid first")],
         );
         check(json!(3), &[("", "invalid")]);
+        // Keys that are words.
+        check(
+            json!({"needed": 1, "shares": {"red": 0.5, "bleu": 0.5, "blue": "x"}}),
+            &[
+                ("shares.bleu", "unknown, not red blue"),
+                ("shares.blue", "invalid"),
+            ],
+        );
         // Just the name of a kind.
         check(json!({"needed": 1, "choice": "first"}), &[]);
         check(

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use serde::ser::Error as _;
 use serde_json::{Map, Value};
 
 use crate::pipe::DataPipe;
@@ -10,7 +11,7 @@ use crate::pipe::DataPipe;
 /// data and models that exist become absolute, so that the file means the same in any folder.
 ///
 /// # Errors
-/// A number that TOML cannot represent (above 2⁶³ − 1).
+/// A number that TOML cannot represent (above 2⁶³ − 1), a path of the run that is not valid UTF-8.
 pub fn to_toml(pipe: &DataPipe) -> Result<String, toml::ser::Error> {
     let entry = |kind: &str, config: &Value| {
         let mut entry = Map::new();
@@ -29,7 +30,8 @@ pub fn to_toml(pipe: &DataPipe) -> Result<String, toml::ser::Error> {
         ("devices", serde_json::to_value(&pipe.devices)),
         ("trace", serde_json::to_value(&pipe.trace)),
     ] {
-        document.insert(section.to_owned(), value.unwrap_or_default());
+        let value = value.map_err(toml::ser::Error::custom)?;
+        document.insert(section.to_owned(), value);
     }
     let data = pipe
         .data

@@ -75,6 +75,22 @@ impl ConfigError {
     }
 }
 
+/// The settings of a configuration as JSON, for the plan and the resolved configuration. Whoever ignores the error must
+/// report it when the configuration is built or checked.
+///
+/// # Errors
+/// Settings that JSON cannot represent, such as a path that is not valid UTF-8.
+pub fn config_json<C: Serialize>(
+    kind: &str,
+    config: &C,
+) -> Result<serde_json::Value, Vec<ConfigError>> {
+    serde_json::to_value(config).map_err(|error| {
+        let reason = format!("is `{kind}`, whose settings cannot be written as JSON: {error}");
+        let help = "use paths that are valid UTF-8, and maps whose keys are strings";
+        vec![ConfigError::new("kind", reason, help)]
+    })
+}
+
 /// How a model is trained in a run, as the plan knows it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Training {

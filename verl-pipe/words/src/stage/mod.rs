@@ -25,6 +25,7 @@ use crate::batch::Batch;
 use crate::resource::{ResourceError, Snapshot, StoredState, WeightsVersion};
 
 pub use batch_plan::BatchPlan;
+pub use config::config_json;
 pub use config::{BuildContext, ConfigError, DataConfig, ModelConfig, StageConfig, Training};
 pub use context::{
     CancelToken, Models, StageContext, StageError, StageSink, StartContext, find_model,
