@@ -63,6 +63,23 @@ impl DecoderConfig {
         !(self.qk_norm || self.output_bias || self.mlp_bias)
     }
 
+    /// Number of parameters of the decoder.
+    pub fn num_parameters(&self) -> u64 {
+        let (width, inner) = (self.hidden_size, self.intermediate_size);
+        let [query, key] = [self.heads.query, self.heads.key_value].map(|count| count * self.heads.dim);
+        let biases = [
+            (self.qkv_bias, query + 2 * key),
+            (self.output_bias, width),
+            (self.mlp_bias, 2 * inner + width),
+        ];
+        let biases: usize = biases.iter().map(|(has, count)| if *has { *count } else { 0 }).sum();
+        let norms = 2 * width + if self.qk_norm { 2 * self.heads.dim } else { 0 };
+        let layer = width * (2 * query + 2 * key + 3 * inner) + biases + norms;
+        let tables = if self.tied_head { 1 } else { 2 };
+        let outside = width + tables * self.vocab_size * width;
+        (self.layers * layer + outside) as u64
+    }
+
     /// Rejects a tokenizer with more ids than the embedding has rows. Fewer ids are normal: embeddings are often
     /// padded.
     ///
@@ -561,6 +578,32 @@ mod tests {
         model.norm.weight [32]
         lm_head.weight [100, 32]
         ");
+    }
+
+    #[test]
+    fn all_parameters_are_counted() {
+        for tied_head in [false, true] {
+            for [qkv_bias, output_bias, mlp_bias, qk_norm] in [
+                [false, false, false, false],
+                [true, false, false, false],
+                [true, true, false, false],
+                [true, true, true, false],
+                [false, false, true, true],
+            ] {
+                let config = DecoderConfig {
+                    qkv_bias,
+                    output_bias,
+                    mlp_bias,
+                    qk_norm,
+                    tied_head,
+                    ..config()
+                };
+                let decoder = Decoder::lazy(config.clone(), &Device::flex());
+                let shapes = named_parameters(&decoder).into_iter().map(|(_, shape)| shape);
+                let counted: usize = shapes.map(|shape| shape.iter().product::<usize>()).sum();
+                assert_eq!(config.num_parameters(), counted as u64, "{config:?}");
+            }
+        }
     }
 
     #[test]

@@ -59,11 +59,18 @@ pub struct TokenScores {
 /// log π_n = z_{n,y_n} − log Σ_v exp z_{n,v},  H_n = −Σ_v p_{n,v} log p_{n,v},  z = hidden · headᵀ / temperature.
 ///
 /// Log-probs and entropies, in nats, are differentiable in `hidden` and `head`; Σ π² is a constant. The forward pass
-/// processes `chunk` tokens at a time and saves two numbers per token; the backward pass recomputes the logits, a block
-/// of the vocabulary at a time, so that no buffer is ever larger than `chunk · V` (rounded up to one column of all
-/// tokens):
+/// processes some tokens at a time and saves a few numbers per token; the backward pass recomputes the logits, again
+/// some at a time:
 ///
 /// ∂L/∂logits = (g_π (onehot − p) − g_H p (log p + H)) / temperature.
+///
+/// Logits in memory at once:
+///
+/// - composed of a backend's primitive operations: `chunk · V`; in the backward pass, which processes columns of all
+///   tokens, at least one column, `N`
+/// - f32 on the CPU: at least 2²² if there are as many, because smaller pieces cost more than they save
+/// - kernels of an NVIDIA GPU: up to 768 MiB, but at least those of `chunk` tokens; if all logits fit in 3 GiB, those of
+///   all tokens, which are then kept for the backward pass instead of being recomputed
 ///
 /// The product is computed in the dtype of the weights; everything after it is f32, or f64 if the weights are f64.
 ///

@@ -376,17 +376,6 @@ fn check_device(name: &str) -> Result<(), DeviceRefusal> {
     })
 }
 
-/// Parameters of a decoder.
-fn count_parameters(c: &DecoderConfig) -> u64 {
-    let (d, i) = (c.hidden_size as u64, c.intermediate_size as u64);
-    let query = (c.heads.query * c.heads.dim) as u64;
-    let key = (c.heads.key_value * c.heads.dim) as u64;
-    let attention = 2 * d * query + 2 * d * key + if c.qkv_bias { query + 2 * key } else { 0 };
-    let norms = 2 * d + if c.qk_norm { 2 * c.heads.dim as u64 } else { 0 };
-    let head = if c.tied_head { 1 } else { 2 } * c.vocab_size as u64 * d;
-    c.layers as u64 * (attention + 3 * d * i + norms) + d + head
-}
-
 /// The shortage, if a message says that a device is out of memory.
 fn shortage(message: &str) -> Option<Shortage> {
     let found = verl_models::device::shortage(message)?;
@@ -564,7 +553,7 @@ impl ModelConfig for CausalLm {
         let dtype = self.dtype.on(device).map_err(|error| vec![error])?;
         check_recompute(self.recompute, &config, device).map_err(|error| vec![error])?;
         let optimizer = self.optimizer.as_ref();
-        let parameters = count_parameters(&config);
+        let parameters = config.num_parameters();
         let usage = Usage {
             dtype,
             device,

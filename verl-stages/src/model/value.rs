@@ -23,7 +23,7 @@ use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig, Training};
 
 use super::{
     Init, SaveAs, TextTools, VALUE_MODEL, WeightsDType, check_device, check_optimizer,
-    check_recompute, check_weights, count_parameters, decoder_config, decoder_kernels,
+    check_recompute, check_weights, decoder_config, decoder_kernels,
     describe_texts, failed, load_texts, optimizer_of, quick_snapshot, random_decoder, recall,
     restore, save, saved_bytes, shortage, sized, smaller, snapshot, store, token_texts,
     trained_resource, training, version,
@@ -187,7 +187,7 @@ impl ModelConfig for ValueLm {
         // The value head, with its bias, replaces the language-model head.
         config.tied_head = true;
         check_weights(&dir, &config, self.init).map_err(|error| vec![error])?;
-        let parameters = count_parameters(&config) + config.hidden_size as u64 + 1;
+        let parameters = config.num_parameters() + config.hidden_size as u64 + 1;
         let device = &context.device;
         let dtype = self.dtype.on(device).map_err(|error| vec![error])?;
         check_recompute(self.recompute, &config, device).map_err(|error| vec![error])?;
