@@ -66,13 +66,17 @@ impl DecoderConfig {
     /// Number of parameters of the decoder.
     pub fn num_parameters(&self) -> u64 {
         let (width, inner) = (self.hidden_size, self.intermediate_size);
-        let [query, key] = [self.heads.query, self.heads.key_value].map(|count| count * self.heads.dim);
+        let [query, key] =
+            [self.heads.query, self.heads.key_value].map(|count| count * self.heads.dim);
         let biases = [
             (self.qkv_bias, query + 2 * key),
             (self.output_bias, width),
             (self.mlp_bias, 2 * inner + width),
         ];
-        let biases: usize = biases.iter().map(|(has, count)| if *has { *count } else { 0 }).sum();
+        let biases: usize = biases
+            .iter()
+            .map(|(has, count)| if *has { *count } else { 0 })
+            .sum();
         let norms = 2 * width + if self.qk_norm { 2 * self.heads.dim } else { 0 };
         let layer = width * (2 * query + 2 * key + 3 * inner) + biases + norms;
         let tables = if self.tied_head { 1 } else { 2 };
@@ -599,7 +603,9 @@ mod tests {
                     ..config()
                 };
                 let decoder = Decoder::lazy(config.clone(), &Device::flex());
-                let shapes = named_parameters(&decoder).into_iter().map(|(_, shape)| shape);
+                let shapes = named_parameters(&decoder)
+                    .into_iter()
+                    .map(|(_, shape)| shape);
                 let counted: usize = shapes.map(|shape| shape.iter().product::<usize>()).sum();
                 assert_eq!(config.num_parameters(), counted as u64, "{config:?}");
             }

@@ -2,21 +2,20 @@
 
 mod listed;
 
-use std::any::Any;
 use std::path::Path;
 
 use burn::tensor::{Device, Tensor};
 
 use crate::model::{
     ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel, ScoreRow,
-    Scores, StepReport, TopTokens, TrainedModel,
+    Scores, TopTokens, TrainedModel,
 };
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::packing::{Layout, Packed, TrainingBatch};
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use crate::rows::{self, Call, CallLimits, PackedCall};
 use crate::scoring::{Extras, TokenScores};
-use crate::trained::Trained;
+use crate::trained::{Trained, trained_model};
 
 /// Tokens whose logits are in memory at once while training.
 pub(crate) const TRAIN_CHUNK: usize = 256;
@@ -240,47 +239,7 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
     }
 }
 
-impl<M: ModelInterface> TrainedModel for Policy<M> {
-    fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
-        self.trained.optimizer_step()
-    }
-
-    fn optimizer_steps(&self) -> u64 {
-        self.trained.optimizer_steps()
-    }
-
-    fn weights_hash(&self) -> String {
-        self.trained.weights_hash()
-    }
-
-    fn snapshot(&self) -> Box<dyn Any + Send + Sync> {
-        self.trained.snapshot()
-    }
-
-    fn restore(&mut self, snapshot: &(dyn Any + Send + Sync)) -> bool {
-        self.trained.restore(snapshot)
-    }
-
-    fn store(&self, snapshot: &(dyn Any + Send + Sync)) -> Result<Option<Vec<u8>>, ModelError> {
-        self.trained.store(snapshot)
-    }
-
-    fn recall(&self, bytes: &[u8]) -> Result<Option<Box<dyn Any + Send + Sync>>, ModelError> {
-        self.trained.recall(bytes).map(Some)
-    }
-
-    fn save(&self, dir: &Path) -> Result<(), ModelError> {
-        self.trained.exported().save(dir)
-    }
-
-    fn vocab_size(&self) -> usize {
-        self.module().vocab_size()
-    }
-
-    fn max_tokens(&self) -> usize {
-        self.module().max_tokens()
-    }
-}
+trained_model!(Policy<M>, trained, M: ModelInterface);
 
 #[cfg(test)]
 #[path = "policy_tests.rs"]

@@ -11,13 +11,10 @@ use serde::{Deserialize, Serialize};
 use crate::chain::Chain;
 pub use crate::chain::{IntoStage, stage_fn, stage_with};
 use crate::data::{DataError, DataLoaderInterface, OpenedData};
-use crate::resource::{
-    CpuKernels, DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
-};
+use crate::resource::CpuKernels;
 use crate::schedule::batching::{BatchConfig, DevicesConfig};
-use crate::stage::{
-    BuildContext, ConfigError, DataConfig, ModelConfig, Stage, StageConfig, Training,
-};
+pub use crate::stage::ModelFactory;
+use crate::stage::{BuildContext, ConfigError, DataConfig, ModelConfig, Stage, StageConfig};
 use crate::trace::config::TraceConfig;
 use crate::trace::rules::{Rule, RuleDecl};
 
@@ -104,89 +101,6 @@ impl fmt::Debug for StageDecl {
             .field("kind", &self.kind)
             .field("config", &self.config)
             .finish_non_exhaustive()
-    }
-}
-
-/// A declared model, as the engine uses it.
-pub trait ModelFactory: Send + Sync {
-    /// See [`ModelConfig::describe`].
-    ///
-    /// # Errors
-    /// As there.
-    fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>>;
-    /// See [`ModelConfig::trainable`].
-    fn trainable(&self) -> bool;
-    /// See [`ModelConfig::training`].
-    fn training(&self, _optimizer_steps: u64) -> Option<Training> {
-        None
-    }
-    /// See [`ModelConfig::check_device`].
-    ///
-    /// # Errors
-    /// As there.
-    fn check_device(&self, _device: &str) -> Result<(), DeviceRefusal> {
-        Ok(())
-    }
-    /// See [`ModelConfig::device_memory`].
-    fn device_memory(&self, _device: &str) -> Option<u64> {
-        None
-    }
-    /// See [`ModelConfig::shortage`].
-    fn shortage(&self, _message: &str) -> Option<Shortage> {
-        None
-    }
-    /// See [`ModelConfig::cpu_kernels`].
-    fn cpu_kernels(&self) -> CpuKernels {
-        CpuKernels::default()
-    }
-    /// See [`ModelConfig::token_texts`].
-    fn token_texts(&self, _context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
-        None
-    }
-    /// See [`ModelConfig::load`].
-    ///
-    /// # Errors
-    /// As there.
-    fn load(
-        &self,
-        name: &str,
-        device: &str,
-        context: &BuildContext,
-    ) -> Result<Box<dyn ModelResource>, ResourceError>;
-}
-
-impl<C: ModelConfig> ModelFactory for C {
-    fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
-        ModelConfig::describe(self, context)
-    }
-    fn trainable(&self) -> bool {
-        ModelConfig::trainable(self)
-    }
-    fn training(&self, optimizer_steps: u64) -> Option<Training> {
-        ModelConfig::training(self, optimizer_steps)
-    }
-    fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
-        ModelConfig::check_device(self, device)
-    }
-    fn device_memory(&self, device: &str) -> Option<u64> {
-        ModelConfig::device_memory(self, device)
-    }
-    fn shortage(&self, message: &str) -> Option<Shortage> {
-        ModelConfig::shortage(self, message)
-    }
-    fn cpu_kernels(&self) -> CpuKernels {
-        ModelConfig::cpu_kernels(self)
-    }
-    fn token_texts(&self, context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
-        ModelConfig::token_texts(self, context)
-    }
-    fn load(
-        &self,
-        name: &str,
-        device: &str,
-        context: &BuildContext,
-    ) -> Result<Box<dyn ModelResource>, ResourceError> {
-        ModelConfig::load(self, name, device, context)
     }
 }
 

@@ -23,7 +23,10 @@ use std::any::Any;
 use crate::batch::Batch;
 use crate::resource::{ResourceError, Snapshot, StoredState, WeightsVersion};
 
-pub use config::{BuildContext, ConfigError, DataConfig, ModelConfig, StageConfig, Training};
+pub use config::{
+    BuildContext, ConfigError, DataConfig, DeviceSupport, ModelConfig, ModelFactory, StageConfig,
+    Training,
+};
 pub use context::{
     CancelToken, Models, StageContext, StageError, StageSink, StartContext, find_model,
 };

@@ -14,8 +14,8 @@ use crate::resource::{
 use crate::run::runner::{Run, RunOptions};
 use crate::schedule::batching::BatchConfig;
 use crate::stage::{
-    Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Stage, StageContext,
-    StageError, StageSpec,
+    Access, BuildContext, Cardinality, ConfigError, DeviceSupport, Metric, Reduce, RowRule, Stage,
+    StageContext, StageError, StageSpec,
 };
 
 pub(super) type Work = dyn Fn(Batch, &mut StageContext<'_>) -> Result<(), StageError> + Send + Sync;
@@ -148,6 +148,12 @@ pub(super) fn full(message: &str) -> Option<Shortage> {
 
 pub(super) struct NumbersFactory;
 
+impl DeviceSupport for NumbersFactory {
+    fn shortage(&self, message: &str) -> Option<Shortage> {
+        full(message)
+    }
+}
+
 impl ModelFactory for NumbersFactory {
     fn describe(&self, _context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         Ok(ModelInfo {
@@ -158,8 +164,8 @@ impl ModelFactory for NumbersFactory {
     fn trainable(&self) -> bool {
         true
     }
-    fn shortage(&self, message: &str) -> Option<Shortage> {
-        full(message)
+    fn devices(&self) -> &dyn DeviceSupport {
+        self
     }
     fn load(
         &self,

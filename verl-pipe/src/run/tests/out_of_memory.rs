@@ -11,7 +11,7 @@ use crate::resource::{
 };
 use crate::run::error::RunError;
 use crate::run::runner::Run;
-use crate::stage::{BuildContext, ConfigError, ModelWork, StageError};
+use crate::stage::{BuildContext, ConfigError, DeviceSupport, ModelWork, StageError};
 
 /// When the device of a [`Full`] model runs out of memory.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -47,6 +47,12 @@ impl ModelResource for FullModel {
     }
 }
 
+impl DeviceSupport for Full {
+    fn shortage(&self, message: &str) -> Option<Shortage> {
+        full(message)
+    }
+}
+
 impl ModelFactory for Full {
     fn describe(&self, _: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         Ok(ModelInfo {
@@ -65,8 +71,8 @@ impl ModelFactory for Full {
     fn trainable(&self) -> bool {
         true
     }
-    fn shortage(&self, message: &str) -> Option<Shortage> {
-        full(message)
+    fn devices(&self) -> &dyn DeviceSupport {
+        self
     }
     fn load(
         &self,
