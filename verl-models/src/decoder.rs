@@ -15,7 +15,7 @@ use crate::blocks::norm::RmsNorm;
 use crate::blocks::rope::{Rope, RopeConfig, Rotation};
 use crate::device::is_cpu;
 use crate::hf::{self, LoadError, LoadReport};
-use crate::kernels::{self, AttentionParameters, AttentionSizes, Sequences};
+use crate::kernels::{self, AttentionParameters, HalfSettings, Sequences};
 use crate::model::{ModelError, ModelInterface, padded_hidden};
 use crate::parameters::fill_parameters;
 use crate::prefixes::Distinct;
@@ -66,10 +66,9 @@ impl DecoderConfig {
     /// Number of parameters of the decoder.
     pub fn num_parameters(&self) -> u64 {
         let (width, inner) = (self.hidden_size, self.intermediate_size);
-        let [query, key] =
-            [self.heads.query, self.heads.key_value].map(|count| count * self.heads.dim);
+        let (query, joined) = (self.heads.query_width(), self.heads.joined_width());
         let biases = [
-            (self.qkv_bias, query + 2 * key),
+            (self.qkv_bias, joined),
             (self.output_bias, width),
             (self.mlp_bias, 2 * inner + width),
         ];
@@ -78,7 +77,7 @@ impl DecoderConfig {
             .map(|(has, count)| if *has { *count } else { 0 })
             .sum();
         let norms = 2 * width + if self.qk_norm { 2 * self.heads.dim } else { 0 };
-        let layer = width * (2 * query + 2 * key + 3 * inner) + biases + norms;
+        let layer = width * (query + joined + 3 * inner) + biases + norms;
         let tables = if self.tied_head { 1 } else { 2 };
         let outside = width + tables * self.vocab_size * width;
         (self.layers * layer + outside) as u64
@@ -308,22 +307,20 @@ impl DecoderLayer {
             bias: (!biases.is_empty()).then(|| Tensor::cat(biases, 0)),
             output: attention.o_proj.weight.val(),
         };
-        let Heads {
-            query,
-            key_value,
-            dim,
-        } = attention.heads;
-        let sizes = AttentionSizes {
-            query_heads: query,
-            key_heads: key_value,
-            head_dim: dim,
+        let settings = HalfSettings {
+            epsilon: self.input_layernorm.epsilon,
+            recompute,
         };
-        let settings = (sizes, self.input_layernorm.epsilon, recompute);
-        let x = kernels::attention_block(x, parameters, tables.clone(), sequences, settings);
+        let (tables, heads) = (tables.clone(), attention.heads);
+        let x = kernels::attention_block(x, parameters, tables, sequences, heads, settings);
         let norm = &self.post_attention_layernorm;
         let weights = [&mlp.gate_proj, &mlp.up_proj, &mlp.down_proj];
         let weights = weights.map(|linear| linear.weight.val());
-        kernels::mlp_block(x, norm.weight.val(), weights, (norm.epsilon, recompute))
+        let settings = HalfSettings {
+            epsilon: norm.epsilon,
+            recompute,
+        };
+        kernels::mlp_block(x, norm.weight.val(), weights, settings)
     }
 
     /// The second half of the layer.

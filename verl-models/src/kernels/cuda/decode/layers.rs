@@ -160,9 +160,9 @@ fn write_addresses(
     decoder: &DeviceDecoder,
 ) -> Vec<BufferBinding> {
     let (heads, inner) = (decoder.config.heads, decoder.config.intermediate_size);
-    let keys = heads.key_value * heads.dim;
+    let keys = heads.key_width();
     let [(q, q_offset), (k, k_offset), (v, v_offset)] =
-        layer.qkv.places([heads.query * heads.dim, keys, keys]);
+        layer.qkv.places([heads.query_width(), keys, keys]);
     let [(gate, gate_offset), (up, up_offset)] = layer.gate_up.places([inner, inner]);
     let [bias, q_norm, k_norm] = layer.optional(&decoder.embedding);
     let [cached_keys, cached_values] = &layer.cache;

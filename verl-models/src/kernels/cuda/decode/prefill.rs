@@ -62,9 +62,7 @@ impl DeviceDecoder {
         let shape = AttentionShape {
             sequences: lengths.len(),
             tokens: lengths.iter().copied().max().unwrap_or(0),
-            query_heads: heads.query,
-            key_heads: heads.key_value,
-            head_dim: heads.dim,
+            heads,
             segments: None,
         };
         let like = &self.embedding;
@@ -106,7 +104,7 @@ impl DeviceDecoder {
     fn norm_heads(&self, joined: CubeTensor, [q, k]: &[CubeTensor; 2]) -> CubeTensor {
         let heads = self.config.heads;
         let [tokens, width] = joined.shape().dims();
-        let (queries, keys) = (heads.query * heads.dim, heads.key_value * heads.dim);
+        let (queries, keys) = (heads.query_width(), heads.key_width());
         let part = |from: usize, to: usize| {
             let slices = [burn::tensor::Slice::full(), (from..to).into()];
             dense(Cube::float_slice(joined.clone(), &slices))
@@ -136,7 +134,7 @@ impl DeviceDecoder {
         } else {
             1
         };
-        let pieces = tokens * heads.key_value * heads.dim / chunk;
+        let pieces = tokens * heads.key_width() / chunk;
         let [keys, values] = &layer.cache;
         self.attention_kernel("kv_store", 256).launch(
             &keys.client,

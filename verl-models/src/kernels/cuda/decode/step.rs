@@ -102,14 +102,14 @@ impl DeviceDecoder {
     pub(super) fn tile_heads(&self) -> usize {
         let heads = self.config.heads;
         let plain = self.dtype == DType::F32 || !heads.dim.is_multiple_of(16) || heads.dim > 128;
-        let group = heads.query / heads.key_value;
+        let group = heads.group();
         group.min(if plain { 8 } else { 16 })
     }
 
     /// Tiles of heads of a row.
     pub(super) fn tiles_of_row(&self) -> usize {
         let heads = self.config.heads;
-        let group = heads.query / heads.key_value;
+        let group = heads.group();
         heads.key_value * group.div_ceil(self.tile_heads())
     }
 
@@ -126,7 +126,7 @@ impl DeviceDecoder {
     fn tile_tokens(&self) -> Option<usize> {
         let heads = self.config.heads;
         let blocks = self.rows * heads.key_value;
-        let group = heads.query / heads.key_value;
+        let group = heads.group();
         let narrow = self.dtype == DType::BF16 && heads.dim.is_multiple_of(16) && heads.dim <= 64;
         (narrow && group <= 8 && blocks > RESIDENT_BLOCKS).then_some(16)
     }
