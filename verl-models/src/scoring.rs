@@ -149,12 +149,19 @@ pub struct SavedScores<B: Backend>(Saved<B>);
 enum Saved<B: Backend> {
     /// From composed operations.
     Statistics(Statistics<B>),
-    /// From kernels: `[5, N]`, whether entropies were requested, and the logits if they were kept, `[N, V]`.
+    /// From kernels.
     #[cfg_attr(
         not(feature = "cuda"),
         expect(dead_code, reason = "the CPU composes operations")
     )]
-    Rows(FloatTensor<B>, bool, Option<FloatTensor<B>>),
+    Rows {
+        /// `[5, N]`
+        scores: FloatTensor<B>,
+        /// Whether entropies were requested.
+        entropies: bool,
+        /// The logits if they were kept, `[N, V]`.
+        logits: Option<FloatTensor<B>>,
+    },
 }
 
 impl<B: Products> SavedScores<B> {
@@ -361,10 +368,14 @@ mod on_cuda {
             inputs: &ScoringInputs<Self>,
             extras: Extras,
         ) -> (FloatTensor<Self>, SavedScores<Self>) {
-            let (rows, logits) = vocab::forward_saving(&operands(&inputs.0));
-            let scores = vocab::chosen(&rows, extras.entropies, extras.sum_pi_squared);
-            let saved = Saved::Rows(rows, extras.entropies, logits);
-            (scores, SavedScores(saved))
+            let (scores, logits) = vocab::forward_saving(&operands(&inputs.0));
+            let chosen = vocab::chosen(&scores, extras.entropies, extras.sum_pi_squared);
+            let saved = Saved::Rows {
+                scores,
+                entropies: extras.entropies,
+                logits,
+            };
+            (chosen, SavedScores(saved))
         }
 
         fn linear_scores_backward(
@@ -373,11 +384,16 @@ mod on_cuda {
             gradient: FloatTensor<Self>,
             wanted: [bool; 2],
         ) -> [Option<FloatTensor<Self>>; 2] {
-            let Saved::Rows(rows, entropies, logits) = saved.0 else {
+            let Saved::Rows {
+                scores,
+                entropies,
+                logits,
+            } = saved.0
+            else {
                 unreachable!("the forward pass saves rows");
             };
-            let saved = (&rows, logits);
-            vocab::backward(&operands(&inputs.0), saved, entropies, gradient, wanted)
+            let operands = operands(&inputs.0);
+            vocab::backward(&operands, &scores, logits, entropies, gradient, wanted)
         }
     }
 }

@@ -81,7 +81,8 @@ pub struct KernelFigures {
 /// Sizes that are zero or exceed the memory; a type without fused operations on the device; a device failure.
 pub fn kernels(
     config: &DecoderConfig,
-    (device, dtype): (&Device, DType),
+    device: &Device,
+    dtype: DType,
     work: &KernelWork,
     ceilings: &Ceilings,
 ) -> Result<KernelFigures, BenchError> {

@@ -373,7 +373,8 @@ impl Kernel for Backward<'_> {
                     differentiate::<L>(
                         values.first(seen),
                         &tile,
-                        (&inverse, &means),
+                        &inverse,
+                        &means,
                         weights,
                         slopes,
                     );
@@ -471,7 +472,7 @@ fn copy(from: &[f32], to: &mut [f32]) {
 
 /// y = (a·cos + b·sin)·scale of a half of a head.
 #[inline(always)]
-fn rotate_half(y: &mut [f32], (a, cos): (&[f32], &[f32]), (b, sin): (&[f32], &[f32]), scale: f32) {
+fn rotate_half(y: &mut [f32], [a, b]: [&[f32]; 2], [cos, sin]: [&[f32]; 2], scale: f32) {
     let n = y.len();
     let (a, b, cos, sin) = (&a[..n], &b[..n], &cos[..n], &sin[..n]);
     for (i, y) in y.iter_mut().enumerate() {
@@ -485,8 +486,8 @@ fn rotate(x: &[f32], t: usize, tables: Tables<'_>, scale: f32, y: &mut [f32]) {
     let [cos, sin] = tables.at(t, x.len());
     let x = x.split_at(x.len() / 2);
     let y = y.split_at_mut(y.len() / 2);
-    rotate_half(y.0, (x.0, cos.0), (x.1, sin.0), scale);
-    rotate_half(y.1, (x.1, cos.1), (x.0, sin.1), scale);
+    rotate_half(y.0, [x.0, x.1], [cos.0, sin.0], scale);
+    rotate_half(y.1, [x.1, x.0], [cos.1, sin.1], scale);
 }
 
 /// Transpose of [`rotate`]: the gradient of x from that of y.
@@ -495,8 +496,8 @@ fn rotate_back(y: &[f32], t: usize, tables: Tables<'_>, scale: f32, x: &mut [f32
     let [cos, sin] = tables.at(t, y.len());
     let y = y.split_at(y.len() / 2);
     let x = x.split_at_mut(x.len() / 2);
-    rotate_half(x.0, (y.0, cos.0), (y.1, sin.1), scale);
-    rotate_half(x.1, (y.1, cos.1), (y.0, sin.0), scale);
+    rotate_half(x.0, [y.0, y.1], [cos.0, sin.1], scale);
+    rotate_half(x.1, [y.1, y.0], [cos.1, sin.0], scale);
 }
 
 /// Transposes the tokens of a tile: `[LANES, Dh]` to `[Dh, LANES]`.
@@ -613,7 +614,8 @@ fn mix<L: Lanes>(rows: &[Dims], weights: &[Row], tile: &mut [Row]) {
 fn differentiate<L: Lanes>(
     rows: &[Dims],
     tile: &[Row],
-    (inverse, means): (&Row, &Row),
+    inverse: &Row,
+    means: &Row,
     weights: &mut [Row],
     slopes: &mut [Row],
 ) {

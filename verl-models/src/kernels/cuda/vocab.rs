@@ -6,7 +6,7 @@ use burn::tensor::{DType, Shape, Slice};
 use cubecl::server::Handle;
 
 use super::launch::{CudaKernel, Source};
-use super::product::{Summed, product, product_into, product_of_each_row};
+use super::product::{Operand, product, product_into, product_of_each_row};
 use super::tensor::{CubeTensor, cast, dense, element, empty};
 use crate::memory::{KEPT_LOGIT_BYTES, LOGIT_BYTES};
 
@@ -140,7 +140,8 @@ pub(crate) fn chosen(scores: &CubeTensor, entropies: bool, sum_pi_squared: bool)
 /// they were kept; they are overwritten.
 pub(crate) fn backward(
     operands: &Operands,
-    (scores, kept): (&CubeTensor, Option<CubeTensor>),
+    scores: &CubeTensor,
+    kept: Option<CubeTensor>,
     entropies: bool,
     gradient: CubeTensor,
     [want_hidden, want_head]: [bool; 2],
@@ -180,23 +181,12 @@ pub(crate) fn backward(
             operands.scalars(start, end),
         );
         if want_hidden {
-            let head = operands.head.clone();
-            d_hidden.push(product(
-                logits.clone(),
-                Summed::Last,
-                head,
-                Summed::First,
-                dtype,
-            ));
+            let head = Operand::columns(operands.head.clone());
+            d_hidden.push(product(Operand::rows(logits.clone()), head, dtype));
         }
         if want_head {
-            d_head = Some(product_into(
-                d_head,
-                logits,
-                Summed::First,
-                hidden,
-                Summed::First,
-            ));
+            let (logits, hidden) = (Operand::columns(logits), Operand::columns(hidden));
+            d_head = Some(product_into(d_head, logits, hidden));
         }
     }
     let width = operands.hidden.shape()[1];

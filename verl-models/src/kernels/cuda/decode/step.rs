@@ -33,7 +33,7 @@ impl DeviceDecoder {
             for layer in &self.layers {
                 self.launch_layer(layer);
             }
-            self.multiply(&self.last_norm, &self.head, (logits, Into::Product));
+            self.multiply(&self.last_norm, &self.head, logits, Into::Product);
         }
         self.draw();
         self.advance();
@@ -43,15 +43,15 @@ impl DeviceDecoder {
         let Buffers {
             qkv, mixed, inner, ..
         } = &self.buffers;
-        self.multiply(&layer.input_norm, &layer.qkv, (qkv, Into::Product));
+        self.multiply(&layer.input_norm, &layer.qkv, qkv, Into::Product);
         self.attend(layer);
         self.add(mixed, &layer.output);
         match &self.buffers.wide {
             Some(wide) => {
-                self.multiply(&layer.mlp_norm, &layer.gate_up, (wide, Into::Product));
+                self.multiply(&layer.mlp_norm, &layer.gate_up, wide, Into::Product);
                 mlp::joined_into(wide, inner);
             }
-            None => self.multiply(&layer.mlp_norm, &layer.gate_up, (inner, Into::Swiglu)),
+            None => self.multiply(&layer.mlp_norm, &layer.gate_up, inner, Into::Swiglu),
         }
         self.add(inner, &layer.down);
     }
@@ -67,7 +67,7 @@ impl DeviceDecoder {
     }
 
     /// The product of the normed residual stream with a weight.
-    fn multiply(&self, gain: &CubeTensor, weight: &Joined, (to, into): (&CubeTensor, Into)) {
+    fn multiply(&self, gain: &CubeTensor, weight: &Joined, to: &CubeTensor, into: Into) {
         let Buffers {
             x, normed, scale, ..
         } = &self.buffers;

@@ -10,7 +10,7 @@ use super::super::probe::supports_large;
 use super::super::tensor::CubeTensor;
 use super::divisions::{Deep, SKINNY_ROWS, Skinny, Tile, is_deep};
 use super::is_hopper;
-use super::operands::{Joined, Summed};
+use super::operands::{Joined, Operand, Summed};
 use super::plain::plain_into;
 use super::tiled::Tiled;
 
@@ -82,13 +82,8 @@ impl Projection<'_> {
                 Into::Swiglu,
                 "a separate kernel handles gates and ups in f32"
             );
-            plain_into(
-                (x, Summed::Last),
-                (self.weight.first(), Summed::Last),
-                self.to,
-                self.into == Into::Sum,
-                [m, n, k],
-            );
+            let [x, weight] = [x, self.weight.first()].map(|matrix| Operand::rows(matrix.clone()));
+            plain_into(&x, &weight, self.to, self.into == Into::Sum, [m, n, k]);
             return true;
         }
         let operands = [x, self.to];
