@@ -1,5 +1,10 @@
 //! Launches of `rope.cu` and `attention_train.cu`.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Cube, TensorMetadata};
 use burn::tensor::{DType, Slice};
@@ -98,20 +103,24 @@ impl Call {
         let queries = empty(joined, [tokens, width], self.dtype);
         let keys = empty(joined, [tokens, key_width], self.dtype);
         let values = empty(joined, [tokens, key_width], self.dtype);
-        self.kernel(&ROPE, "rope_split", ROPE_THREADS).launch(
-            &joined.client,
-            self.rope_grid(),
-            &[
-                &joined.handle,
-                &self.positions,
-                &cos.handle,
-                &sin.handle,
-                &queries.handle,
-                &keys.handle,
-                &values.handle,
-            ],
-            vec![tokens as u64, 1],
-        );
+        // SAFETY: the projection and the new tensors have a row for each token of the call, and a token's position
+        // is below the number of rows of the tables.
+        unsafe {
+            self.kernel(&ROPE, "rope_split", ROPE_THREADS).launch(
+                &joined.client,
+                self.rope_grid(),
+                &[
+                    &joined.handle,
+                    &self.positions,
+                    &cos.handle,
+                    &sin.handle,
+                    &queries.handle,
+                    &keys.handle,
+                    &values.handle,
+                ],
+                vec![tokens as u64, 1],
+            );
+        }
         [queries, keys, values]
     }
 
@@ -123,20 +132,24 @@ impl Call {
             self.dtype,
         );
         let log_sums = empty(queries, [self.shape.heads.query, self.tokens()], DType::F32);
-        self.kernel(&ATTENTION, "attention_forward", THREADS)
-            .launch(
-                &queries.client,
-                self.grid(self.shape.heads.query),
-                &[
-                    &queries.handle,
-                    &keys.handle,
-                    &values.handle,
-                    &self.starts,
-                    &output.handle,
-                    &log_sums.handle,
-                ],
-                self.scalars(1),
-            );
+        // SAFETY: the operands are those of `split`, and the new tensors have as many rows; `starts` ends with the
+        // number of tokens, and the grid covers the longest sequence.
+        unsafe {
+            self.kernel(&ATTENTION, "attention_forward", THREADS)
+                .launch(
+                    &queries.client,
+                    self.grid(self.shape.heads.query),
+                    &[
+                        &queries.handle,
+                        &keys.handle,
+                        &values.handle,
+                        &self.starts,
+                        &output.handle,
+                        &log_sums.handle,
+                    ],
+                    self.scalars(1),
+                );
+        }
         (output, log_sums)
     }
 
@@ -205,58 +218,68 @@ impl Call {
         let client = &queries.client;
         let d_queries = empty(queries, [tokens, width], self.dtype);
         let delta = empty(queries, [self.shape.heads.query, tokens], DType::F32);
-        self.kernel(&ATTENTION, "attention_backward_q", THREADS)
-            .launch(
-                client,
-                self.grid(self.shape.heads.query),
-                &[
-                    &queries.handle,
-                    &keys.handle,
-                    &values.handle,
-                    &self.starts,
-                    &output.handle,
-                    &gradient.handle,
-                    &log_sums.handle,
-                    &d_queries.handle,
-                    &delta.handle,
-                ],
-                self.scalars(1),
-            );
+        // SAFETY: the saved tensors are those of `split` and `attend`, the gradient has the shape of their output,
+        // and the new tensors have as many rows; the grid is that of `attend`.
+        unsafe {
+            self.kernel(&ATTENTION, "attention_backward_q", THREADS)
+                .launch(
+                    client,
+                    self.grid(self.shape.heads.query),
+                    &[
+                        &queries.handle,
+                        &keys.handle,
+                        &values.handle,
+                        &self.starts,
+                        &output.handle,
+                        &gradient.handle,
+                        &log_sums.handle,
+                        &d_queries.handle,
+                        &delta.handle,
+                    ],
+                    self.scalars(1),
+                );
+        }
         let splits = self.splits();
         let parts = || empty(queries, [splits, tokens, key_width], DType::F32);
         let (d_keys, d_values) = (parts(), parts());
-        self.kernel(&ATTENTION, "attention_backward_kv", THREADS)
-            .launch(
+        // SAFETY: as above; the parts of the gradients have `splits` matrices, and so many blocks share a key head.
+        unsafe {
+            self.kernel(&ATTENTION, "attention_backward_kv", THREADS)
+                .launch(
+                    client,
+                    self.grid(self.shape.heads.key_value * splits),
+                    &[
+                        &queries.handle,
+                        &keys.handle,
+                        &values.handle,
+                        &self.starts,
+                        &gradient.handle,
+                        &log_sums.handle,
+                        &delta.handle,
+                        &d_keys.handle,
+                        &d_values.handle,
+                    ],
+                    self.scalars(splits),
+                );
+        }
+        let joined = empty(queries, [tokens, width + 2 * key_width], self.dtype);
+        // SAFETY: as in `split`; the parts are those written before.
+        unsafe {
+            self.kernel(&ROPE, "rope_backward", ROPE_THREADS).launch(
                 client,
-                self.grid(self.shape.heads.key_value * splits),
+                self.rope_grid(),
                 &[
-                    &queries.handle,
-                    &keys.handle,
-                    &values.handle,
-                    &self.starts,
-                    &gradient.handle,
-                    &log_sums.handle,
-                    &delta.handle,
+                    &d_queries.handle,
                     &d_keys.handle,
                     &d_values.handle,
+                    &self.positions,
+                    &cos.handle,
+                    &sin.handle,
+                    &joined.handle,
                 ],
-                self.scalars(splits),
+                vec![tokens as u64, splits as u64],
             );
-        let joined = empty(queries, [tokens, width + 2 * key_width], self.dtype);
-        self.kernel(&ROPE, "rope_backward", ROPE_THREADS).launch(
-            client,
-            self.rope_grid(),
-            &[
-                &d_queries.handle,
-                &d_keys.handle,
-                &d_values.handle,
-                &self.positions,
-                &cos.handle,
-                &sin.handle,
-                &joined.handle,
-            ],
-            vec![tokens as u64, splits as u64],
-        );
+        }
         joined
     }
 }

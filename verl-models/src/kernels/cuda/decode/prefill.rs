@@ -1,5 +1,10 @@
 //! Prompts: keys and values of all but the last token of each, before its rows take part in steps.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Cube, TensorMetadata};
 use burn::tensor::Shape;
@@ -136,27 +141,34 @@ impl DeviceDecoder {
         };
         let pieces = tokens * heads.key_width() / chunk;
         let [keys, values] = &layer.cache;
-        self.attention_kernel("kv_store", 256).launch(
-            &keys.client,
-            [pieces.div_ceil(256) as u32, 1, 1],
-            &[
-                &new[0].handle,
-                &new[1].handle,
-                slots,
-                &keys.handle,
-                &values.handle,
-            ],
-            vec![tokens as u64],
-        );
+        // SAFETY: keys and values have a row for each token, `slots` a number, and the slots are those of blocks of
+        // the pool, for which the caches have room.
+        unsafe {
+            self.attention_kernel("kv_store", 256).launch(
+                &keys.client,
+                [pieces.div_ceil(256) as u32, 1, 1],
+                &[
+                    &new[0].handle,
+                    &new[1].handle,
+                    slots,
+                    &keys.handle,
+                    &values.handle,
+                ],
+                vec![tokens as u64],
+            );
+        }
     }
 
     fn copy(&self, layer: &Layer, pairs: &Handle, count: usize) {
         let [keys, values] = &layer.cache;
-        self.attention_kernel("kv_copy_blocks", 256).launch(
-            &keys.client,
-            [count as u32, 2, 1],
-            &[pairs, &keys.handle, &values.handle],
-            vec![],
-        );
+        // SAFETY: the pairs are blocks of the pool, for which the caches have room.
+        unsafe {
+            self.attention_kernel("kv_copy_blocks", 256).launch(
+                &keys.client,
+                [count as u32, 2, 1],
+                &[pairs, &keys.handle, &values.handle],
+                vec![],
+            );
+        }
     }
 }

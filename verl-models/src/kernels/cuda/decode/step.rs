@@ -3,6 +3,11 @@
 //! If no kernel computes all layers ([`DeviceDecoder::launch_layers`]), a layer is five kernels for up to 16 rows,
 //! where a product norms its input, and seven for more.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
 
@@ -154,16 +159,21 @@ impl DeviceDecoder {
         if let Some(tokens) = self.tile_tokens() {
             kernel = kernel.define("WARP_TOKENS", tokens);
         }
-        kernel
+        kernel = kernel
             .define("QKV_BIAS", u8::from(layer.bias.is_some()))
             .define("QK_NORM", u8::from(layer.head_norms.is_some()))
-            .define("CLUSTER", cluster)
-            .launch(
+            .define("CLUSTER", cluster);
+        // SAFETY: `Buffers::new` and `Book::new` allocated the buffers for at least as many rows; the table
+        // contains blocks of the pool, for which the caches have room, and rotations exist for all positions of a
+        // table.
+        unsafe {
+            kernel.launch(
                 &qkv.client,
                 [self.tiles_of_row(), self.rows, cluster].map(|size| size as u32),
                 &buffers,
                 self.attention_scalars().into(),
             );
+        }
     }
 
     /// Scale of the scores, epsilon of the norms, columns of the table of blocks.

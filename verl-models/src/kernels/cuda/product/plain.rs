@@ -2,6 +2,11 @@
 //!
 //! burn's own products of f32 round their operands to TF32 on tensor cores; these do not.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use burn::tensor::DType;
 
 use super::super::launch::{CudaKernel, Source};
@@ -36,12 +41,16 @@ pub(super) fn plain_into(
     let [a_row, a_term] = strides(a.summed, m);
     let [b_row, b_term] = strides(b.summed, n);
     let tiles = |size: usize| size.div_ceil(TILE) as u32;
-    CudaKernel::new(&PLAIN, "product_f32", 256)
-        .define("ADD", u8::from(adds))
-        .launch(
-            &a.matrix.client,
-            [tiles(n), tiles(m), 1],
-            &[&a.matrix.handle, &b.matrix.handle, &c.handle],
-            vec![m as u64, n as u64, k as u64, a_row, a_term, b_row, b_term],
-        );
+    // SAFETY: the operands are dense f32 matrices of these sizes, and `c` is one of `[m, n]`; the grid covers it in
+    // tiles.
+    unsafe {
+        CudaKernel::new(&PLAIN, "product_f32", 256)
+            .define("ADD", u8::from(adds))
+            .launch(
+                &a.matrix.client,
+                [tiles(n), tiles(m), 1],
+                &[&a.matrix.handle, &b.matrix.handle, &c.handle],
+                vec![m as u64, n as u64, k as u64, a_row, a_term, b_row, b_term],
+            );
+    }
 }
