@@ -303,9 +303,14 @@ fn table(found: &Preflight, distances: &[Distance]) -> String {
 
 /// A decoder on a device, and the rates of the device.
 struct Place {
-    found: Preflight,
     decoder: Decoder,
     ceilings: Ceilings,
+    heading: Heading,
+}
+
+/// What an answer says before the figures.
+struct Heading {
+    found: Preflight,
     dtype: DType,
     start: Start,
 }
@@ -390,26 +395,33 @@ impl ModelArgs {
         let load = lap(&mut since);
         let quick = self.model == "tiny";
         let ceilings = Ceilings::measure(&device, dtype, quick)?;
+        let start = Start {
+            preflight,
+            load,
+            ceilings: lap(&mut since),
+        };
         Ok(Place {
             ceilings,
-            found,
             decoder,
-            dtype,
-            start: Start {
-                preflight,
-                load,
-                ceilings: lap(&mut since),
+            heading: Heading {
+                found,
+                dtype,
+                start,
             },
         })
     }
 
     fn answer(
         &self,
-        place: (&Preflight, DType, Start),
+        heading: &Heading,
         figures: &impl serde::Serialize,
         lines: &[(&str, String)],
     ) -> Result<Answer, Failure> {
-        let (found, dtype, start) = place;
+        let Heading {
+            found,
+            dtype,
+            start,
+        } = heading;
         let dtype = format!("{dtype:?}").to_lowercase();
         let text = if self.common.json {
             line(&json!({
@@ -462,8 +474,7 @@ fn rollout(args: &RolloutArgs) -> Result<Answer, Failure> {
         ),
         ("memory", memory(figures.peak_bytes)),
     ];
-    args.model
-        .answer((&place.found, place.dtype, place.start), &figures, &lines)
+    args.model.answer(&place.heading, &figures, &lines)
 }
 
 fn train(args: &TrainArgs) -> Result<Answer, Failure> {
@@ -493,8 +504,7 @@ fn train(args: &TrainArgs) -> Result<Answer, Failure> {
         ("loss", format!("{:.4}", figures.loss)),
         ("memory", memory(figures.peak_bytes)),
     ];
-    args.model
-        .answer((&place.found, place.dtype, place.start), &figures, &lines)
+    args.model.answer(&place.heading, &figures, &lines)
 }
 
 fn step(args: &StepArgs) -> Result<Answer, Failure> {
@@ -521,8 +531,7 @@ fn step(args: &StepArgs) -> Result<Answer, Failure> {
         ),
         ("memory", memory(figures.peak_bytes)),
     ];
-    args.model
-        .answer((&place.found, place.dtype, place.start), &figures, &lines)
+    args.model.answer(&place.heading, &figures, &lines)
 }
 
 fn kernels(args: &KernelArgs) -> Result<Answer, Failure> {
@@ -534,8 +543,8 @@ fn kernels(args: &KernelArgs) -> Result<Answer, Failure> {
         runs: args.model.runs,
     };
     let device = device(&args.model.common.device)?;
-    let on = (&device, place.dtype);
-    let figures = bench::kernels(&place.decoder.config, on, &work, &place.ceilings)?;
+    let (config, dtype) = (&place.decoder.config, place.heading.dtype);
+    let figures = bench::kernels(config, &device, dtype, &work, &place.ceilings)?;
     let ceilings = &place.ceilings;
     let peak = ceilings.arithmetic_tflop_s.map(|peak| {
         let share = 1e2 * ceilings.product_tflop_s / peak;
@@ -568,8 +577,7 @@ fn kernels(args: &KernelArgs) -> Result<Answer, Failure> {
             (own.name.as_str(), figures.trim_end().to_owned())
         }))
         .collect();
-    args.model
-        .answer((&place.found, place.dtype, place.start), &figures, &lines)
+    args.model.answer(&place.heading, &figures, &lines)
 }
 
 fn times(times: &Times) -> String {

@@ -149,8 +149,9 @@ pub mod prelude {
     pub use verl_pipe::run::trainer::{Trainer, TrainerOptions};
     pub use verl_pipe::schedule::batching::{BatchConfig, DevicesConfig};
     pub use verl_pipe::stage::{
-        Access, BuildContext, Cardinality, ConfigError, DataConfig, Metric, MetricRole,
-        ModelConfig, Reduce, RowRule, Stage, StageConfig, StageContext, StageError, StageSpec,
+        Access, BuildContext, Cardinality, ConfigError, DataConfig, DeviceSupport, Metric,
+        MetricRole, ModelConfig, ModelFactory, Reduce, RowRule, Stage, StageConfig, StageContext,
+        StageError, StageSpec,
     };
     pub use verl_pipe::trace::config::TraceConfig;
     pub use verl_stages::advantages::Advantages;

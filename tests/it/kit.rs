@@ -13,7 +13,7 @@ use verl::pipe::plan::Plannable;
 use verl::pipe::registry::Registry;
 use verl::pipe::run::runner::{Run, RunOptions};
 use verl::pipe::run::trainer::{Trainer, TrainerOptions};
-use verl::pipe::stage::{BuildContext, ModelConfig};
+use verl::pipe::stage::{BuildContext, ModelFactory};
 use verl::prelude::{Init, OptimizerConfig};
 use verl::stages::model::{HeadInit, ValueLm};
 

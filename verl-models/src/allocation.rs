@@ -6,7 +6,8 @@ use std::sync::Once;
 ///
 /// Every micro-batch allocates and frees the same large buffers; by default glibc returns them to the system, which
 /// zeroes every page again. Takes effect once, on Linux with glibc, unless the user has set `GLIBC_TUNABLES` or a
-/// `MALLOC_…` variable; elsewhere it does nothing.
+/// `MALLOC_…` variable; elsewhere it does nothing. There is only one allocator per process, so this also applies to the
+/// rest of the program.
 pub(crate) fn keep_freed_memory() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -21,11 +22,17 @@ pub(crate) fn keep_freed_memory() {
 }
 
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
-#[expect(unsafe_code, reason = "mallopt only changes allocator settings")]
+#[expect(
+    unsafe_code,
+    reason = "only a C function tunes the allocator of the whole process"
+)]
 fn set() {
     // No block gets a mapping of its own: after an unmap its pages would be zeroed again (the gradient of a
     // vocabulary's embedding is larger than any threshold that glibc accepts). A single arena, or threads would keep
     // memory that others could use. Rejected settings are ignored.
+    //
+    // SAFETY: the arguments are plain numbers, and no allocation becomes invalid. Other threads may allocate meanwhile:
+    // each setting is a word that glibc reads anew for every decision, so a mixture of old and new settings is valid.
     unsafe {
         libc::mallopt(libc::M_MMAP_MAX, 0);
         libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);

@@ -15,7 +15,7 @@ use crate::blocks::norm::RmsNorm;
 use crate::blocks::rope::{Rope, RopeConfig, Rotation};
 use crate::device::is_cpu;
 use crate::hf::{self, LoadError, LoadReport};
-use crate::kernels::{self, AttentionParameters, AttentionSizes, Sequences};
+use crate::kernels::{self, AttentionParameters, HalfSettings, Sequences};
 use crate::model::{ModelError, ModelInterface, padded_hidden};
 use crate::parameters::fill_parameters;
 use crate::prefixes::Distinct;
@@ -61,6 +61,26 @@ impl DecoderConfig {
     /// Whether [`kernels::attention_block`] and [`kernels::mlp_block`] can compute the two halves of a layer.
     pub fn has_block_kernels(&self) -> bool {
         !(self.qk_norm || self.output_bias || self.mlp_bias)
+    }
+
+    /// Number of parameters of the decoder.
+    pub fn num_parameters(&self) -> u64 {
+        let (width, inner) = (self.hidden_size, self.intermediate_size);
+        let (query, joined) = (self.heads.query_width(), self.heads.joined_width());
+        let biases = [
+            (self.qkv_bias, joined),
+            (self.output_bias, width),
+            (self.mlp_bias, 2 * inner + width),
+        ];
+        let biases: usize = biases
+            .iter()
+            .map(|(has, count)| if *has { *count } else { 0 })
+            .sum();
+        let norms = 2 * width + if self.qk_norm { 2 * self.heads.dim } else { 0 };
+        let layer = width * (query + joined + 3 * inner) + biases + norms;
+        let tables = if self.tied_head { 1 } else { 2 };
+        let outside = width + tables * self.vocab_size * width;
+        (self.layers * layer + outside) as u64
     }
 
     /// Rejects a tokenizer with more ids than the embedding has rows. Fewer ids are normal: embeddings are often
@@ -287,22 +307,20 @@ impl DecoderLayer {
             bias: (!biases.is_empty()).then(|| Tensor::cat(biases, 0)),
             output: attention.o_proj.weight.val(),
         };
-        let Heads {
-            query,
-            key_value,
-            dim,
-        } = attention.heads;
-        let sizes = AttentionSizes {
-            query_heads: query,
-            key_heads: key_value,
-            head_dim: dim,
+        let settings = HalfSettings {
+            epsilon: self.input_layernorm.epsilon,
+            recompute,
         };
-        let settings = (sizes, self.input_layernorm.epsilon, recompute);
-        let x = kernels::attention_block(x, parameters, tables.clone(), sequences, settings);
+        let (tables, heads) = (tables.clone(), attention.heads);
+        let x = kernels::attention_block(x, parameters, tables, sequences, heads, settings);
         let norm = &self.post_attention_layernorm;
         let weights = [&mlp.gate_proj, &mlp.up_proj, &mlp.down_proj];
         let weights = weights.map(|linear| linear.weight.val());
-        kernels::mlp_block(x, norm.weight.val(), weights, (norm.epsilon, recompute))
+        let settings = HalfSettings {
+            epsilon: norm.epsilon,
+            recompute,
+        };
+        kernels::mlp_block(x, norm.weight.val(), weights, settings)
     }
 
     /// The second half of the layer.
@@ -561,6 +579,34 @@ mod tests {
         model.norm.weight [32]
         lm_head.weight [100, 32]
         ");
+    }
+
+    #[test]
+    fn all_parameters_are_counted() {
+        for tied_head in [false, true] {
+            for [qkv_bias, output_bias, mlp_bias, qk_norm] in [
+                [false, false, false, false],
+                [true, false, false, false],
+                [true, true, false, false],
+                [true, true, true, false],
+                [false, false, true, true],
+            ] {
+                let config = DecoderConfig {
+                    qkv_bias,
+                    output_bias,
+                    mlp_bias,
+                    qk_norm,
+                    tied_head,
+                    ..config()
+                };
+                let decoder = Decoder::lazy(config.clone(), &Device::flex());
+                let shapes = named_parameters(&decoder)
+                    .into_iter()
+                    .map(|(_, shape)| shape);
+                let counted: usize = shapes.map(|shape| shape.iter().product::<usize>()).sum();
+                assert_eq!(config.num_parameters(), counted as u64, "{config:?}");
+            }
+        }
     }
 
     #[test]

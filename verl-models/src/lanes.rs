@@ -52,6 +52,7 @@ fn unset(row: &mut Row) -> &mut [MaybeUninit<f32>; LANES] {
         unsafe_code,
         reason = "same layout; `Lanes::write` writes numbers, so none becomes uninitialised"
     )]
+    // SAFETY: see the reason above; the borrow of `row` ends with that of the result.
     unsafe {
         &mut *row.cast()
     }
@@ -71,7 +72,9 @@ pub(crate) fn run(kernel: impl Kernel) {
         reason = "`used` returns what was detected on this processor"
     )]
     match registers::used() {
+        // SAFETY: `used` returns at most what was detected on this processor.
         Registers::Avx512 => return unsafe { x86::with_avx512(kernel) },
+        // SAFETY: as above.
         Registers::Avx2 => return unsafe { x86::with_avx2(kernel) },
         Registers::Plain => {}
     }
@@ -129,8 +132,9 @@ impl Lanes for Plain {
     }
 }
 
-/// Registers of x86-64. Their values are only made in [`with_avx512`](x86::with_avx512) and
-/// [`with_avx2`](x86::with_avx2), whose callers have detected the features.
+/// Registers of x86-64. Their types are private, so that only [`with_avx512`](x86::with_avx512) and
+/// [`with_avx2`](x86::with_avx2) can name them: a kernel that uses them runs on a processor with the features, which is
+/// what the callers of these two promise.
 #[cfg(target_arch = "x86_64")]
 #[expect(
     unsafe_code,
@@ -158,40 +162,46 @@ mod x86 {
         kernel.run::<Avx2>();
     }
 
-    /// One register of sixteen numbers.
+    /// One register of sixteen numbers. Only [`with_avx512`] names it.
     #[derive(Clone, Copy)]
-    pub(super) struct Avx512(__m512);
+    struct Avx512(__m512);
 
     impl Lanes for Avx512 {
         const ARE_WIDE: bool = true;
 
         #[inline(always)]
         fn splat(x: f32) -> Self {
+            // SAFETY: only code that `with_avx512` calls gets here, so the processor has AVX-512.
             unsafe { Avx512(_mm512_set1_ps(x)) }
         }
 
         #[inline(always)]
         fn load(x: &Row) -> Self {
+            // SAFETY: as in `splat`, the processor has AVX-512, and `x` has sixteen numbers.
             unsafe { Avx512(_mm512_loadu_ps(x.as_ptr())) }
         }
 
         #[inline(always)]
         fn write(self, to: &mut [MaybeUninit<f32>; LANES]) {
+            // SAFETY: as in `splat`, the processor has AVX-512, and `to` has room for sixteen numbers.
             unsafe { _mm512_storeu_ps(to.as_mut_ptr().cast(), self.0) }
         }
 
         #[inline(always)]
         fn mul_add(self, b: Self, c: Self) -> Self {
+            // SAFETY: as in `splat`, the processor has AVX-512.
             unsafe { Avx512(_mm512_fmadd_ps(self.0, b.0, c.0)) }
         }
 
         #[inline(always)]
         fn mul(self, b: Self) -> Self {
+            // SAFETY: as in `splat`, the processor has AVX-512.
             unsafe { Avx512(_mm512_mul_ps(self.0, b.0)) }
         }
 
         #[inline(always)]
         fn sub(self, b: Self) -> Self {
+            // SAFETY: as in `splat`, the processor has AVX-512.
             unsafe { Avx512(_mm512_sub_ps(self.0, b.0)) }
         }
 
@@ -199,19 +209,21 @@ mod x86 {
         fn transpose(
             rows: [&[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE],
         ) -> [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE] {
+            // SAFETY: `with_avx512` requires AVX2 too.
             unsafe { transposed(rows) }
         }
     }
 
-    /// Two registers of eight numbers.
+    /// Two registers of eight numbers. Only [`with_avx2`] names it.
     #[derive(Clone, Copy)]
-    pub(super) struct Avx2(__m256, __m256);
+    struct Avx2(__m256, __m256);
 
     impl Lanes for Avx2 {
         const ARE_WIDE: bool = false;
 
         #[inline(always)]
         fn splat(x: f32) -> Self {
+            // SAFETY: only code that `with_avx2` calls gets here, so the processor has AVX2 and FMA.
             let half = unsafe { _mm256_set1_ps(x) };
             Avx2(half, half)
         }
@@ -219,12 +231,14 @@ mod x86 {
         #[inline(always)]
         fn load(x: &Row) -> Self {
             let [low, high] = halves(x).map(<[f32]>::as_ptr);
+            // SAFETY: as in `splat`, the processor has AVX2 and FMA, and `x` has sixteen numbers.
             unsafe { Avx2(_mm256_loadu_ps(low), _mm256_loadu_ps(high)) }
         }
 
         #[inline(always)]
         fn write(self, to: &mut [MaybeUninit<f32>; LANES]) {
             let (low, high) = to.split_at_mut(LANES / 2);
+            // SAFETY: as in `splat`, the processor has AVX2 and FMA, and `to` has room for sixteen numbers.
             unsafe {
                 _mm256_storeu_ps(low.as_mut_ptr().cast(), self.0);
                 _mm256_storeu_ps(high.as_mut_ptr().cast(), self.1);
@@ -233,6 +247,7 @@ mod x86 {
 
         #[inline(always)]
         fn mul_add(self, b: Self, c: Self) -> Self {
+            // SAFETY: as in `splat`, the processor has AVX2 and FMA.
             unsafe {
                 Avx2(
                     _mm256_fmadd_ps(self.0, b.0, c.0),
@@ -243,11 +258,13 @@ mod x86 {
 
         #[inline(always)]
         fn mul(self, b: Self) -> Self {
+            // SAFETY: as in `splat`, the processor has AVX2 and FMA.
             unsafe { Avx2(_mm256_mul_ps(self.0, b.0), _mm256_mul_ps(self.1, b.1)) }
         }
 
         #[inline(always)]
         fn sub(self, b: Self) -> Self {
+            // SAFETY: as in `splat`, the processor has AVX2 and FMA.
             unsafe { Avx2(_mm256_sub_ps(self.0, b.0), _mm256_sub_ps(self.1, b.1)) }
         }
 
@@ -255,6 +272,7 @@ mod x86 {
         fn transpose(
             rows: [&[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE],
         ) -> [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE] {
+            // SAFETY: as in `splat`, the processor has AVX2.
             unsafe { transposed(rows) }
         }
     }
@@ -266,6 +284,7 @@ mod x86 {
     unsafe fn transposed(
         rows: [&[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE],
     ) -> [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE] {
+        // SAFETY: a row has eight numbers.
         let row = |i: usize| unsafe { _mm256_loadu_ps(rows[i].as_ptr()) };
         // Exchanges pairs, then fours, then halves of registers.
         let (a, b, c, d) = (row(0), row(1), row(2), row(3));
@@ -304,6 +323,7 @@ mod x86 {
         ];
         let mut out = [[0.0; TRANSPOSE_SIZE]; TRANSPOSE_SIZE];
         for (out, column) in out.iter_mut().zip(columns) {
+            // SAFETY: a row has room for eight numbers.
             unsafe { _mm256_storeu_ps(out.as_mut_ptr(), column) };
         }
         out
@@ -381,6 +401,7 @@ mod tests {
         #[cfg(target_arch = "x86_64")]
         if registers::found() != Registers::Plain {
             #[expect(unsafe_code, reason = "wider registers were just detected")]
+            // SAFETY: see the reason above.
             let narrow = sample(&|kernel| unsafe { x86::with_avx2(kernel) });
             assert_eq!(narrow, plain);
         }

@@ -59,11 +59,18 @@ pub struct TokenScores {
 /// log π_n = z_{n,y_n} − log Σ_v exp z_{n,v},  H_n = −Σ_v p_{n,v} log p_{n,v},  z = hidden · headᵀ / temperature.
 ///
 /// Log-probs and entropies, in nats, are differentiable in `hidden` and `head`; Σ π² is a constant. The forward pass
-/// processes `chunk` tokens at a time and saves two numbers per token; the backward pass recomputes the logits, a block
-/// of the vocabulary at a time, so that no buffer is ever larger than `chunk · V` (rounded up to one column of all
-/// tokens):
+/// processes some tokens at a time and saves a few numbers per token; the backward pass recomputes the logits, again
+/// some at a time:
 ///
 /// ∂L/∂logits = (g_π (onehot − p) − g_H p (log p + H)) / temperature.
+///
+/// Logits in memory at once:
+///
+/// - composed of a backend's primitive operations: `chunk · V`; in the backward pass, which processes columns of all
+///   tokens, at least one column, `N`
+/// - f32 on the CPU: at least 2²² if there are as many, because smaller pieces cost more than they save
+/// - kernels of an NVIDIA GPU: up to 768 MiB, but at least those of `chunk` tokens; if all logits fit in 3 GiB, those of
+///   all tokens, which are then kept for the backward pass instead of being recomputed
 ///
 /// The product is computed in the dtype of the weights; everything after it is f32, or f64 if the weights are f64.
 ///
@@ -142,12 +149,19 @@ pub struct SavedScores<B: Backend>(Saved<B>);
 enum Saved<B: Backend> {
     /// From composed operations.
     Statistics(Statistics<B>),
-    /// From kernels: `[5, N]`, whether entropies were requested, and the logits if they were kept, `[N, V]`.
+    /// From kernels.
     #[cfg_attr(
         not(feature = "cuda"),
         expect(dead_code, reason = "the CPU composes operations")
     )]
-    Rows(FloatTensor<B>, bool, Option<FloatTensor<B>>),
+    Rows {
+        /// `[5, N]`
+        scores: FloatTensor<B>,
+        /// Whether entropies were requested.
+        entropies: bool,
+        /// The logits if they were kept, `[N, V]`.
+        logits: Option<FloatTensor<B>>,
+    },
 }
 
 impl<B: Products> SavedScores<B> {
@@ -354,10 +368,14 @@ mod on_cuda {
             inputs: &ScoringInputs<Self>,
             extras: Extras,
         ) -> (FloatTensor<Self>, SavedScores<Self>) {
-            let (rows, logits) = vocab::forward_saving(&operands(&inputs.0));
-            let scores = vocab::chosen(&rows, extras.entropies, extras.sum_pi_squared);
-            let saved = Saved::Rows(rows, extras.entropies, logits);
-            (scores, SavedScores(saved))
+            let (scores, logits) = vocab::forward_saving(&operands(&inputs.0));
+            let chosen = vocab::chosen(&scores, extras.entropies, extras.sum_pi_squared);
+            let saved = Saved::Rows {
+                scores,
+                entropies: extras.entropies,
+                logits,
+            };
+            (chosen, SavedScores(saved))
         }
 
         fn linear_scores_backward(
@@ -366,11 +384,16 @@ mod on_cuda {
             gradient: FloatTensor<Self>,
             wanted: [bool; 2],
         ) -> [Option<FloatTensor<Self>>; 2] {
-            let Saved::Rows(rows, entropies, logits) = saved.0 else {
+            let Saved::Rows {
+                scores,
+                entropies,
+                logits,
+            } = saved.0
+            else {
                 unreachable!("the forward pass saves rows");
             };
-            let saved = (&rows, logits);
-            vocab::backward(&operands(&inputs.0), saved, entropies, gradient, wanted)
+            let operands = operands(&inputs.0);
+            vocab::backward(&operands, &scores, logits, entropies, gradient, wanted)
         }
     }
 }

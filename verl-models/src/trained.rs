@@ -33,6 +33,63 @@ pub(crate) struct Training {
     optimizer: AdamW,
 }
 
+/// Implements [`TrainedModel`](crate::model::TrainedModel) for `$model` by its [`Trained`] module, which is the field
+/// `$trained`.
+macro_rules! trained_model {
+    ($model:ty, $($trained:ident).+ $(, $module:ident: $interface:path)?) => {
+        impl$(<$module: $interface>)? $crate::model::TrainedModel for $model {
+            fn optimizer_step(
+                &mut self,
+            ) -> Result<$crate::model::StepReport, $crate::model::ModelError> {
+                self.$($trained).+.optimizer_step()
+            }
+
+            fn optimizer_steps(&self) -> u64 {
+                self.$($trained).+.optimizer_steps()
+            }
+
+            fn weights_hash(&self) -> String {
+                self.$($trained).+.weights_hash()
+            }
+
+            fn snapshot(&self) -> Box<dyn std::any::Any + Send + Sync> {
+                self.$($trained).+.snapshot()
+            }
+
+            fn restore(&mut self, snapshot: &(dyn std::any::Any + Send + Sync)) -> bool {
+                self.$($trained).+.restore(snapshot)
+            }
+
+            fn store(
+                &self,
+                snapshot: &(dyn std::any::Any + Send + Sync),
+            ) -> Result<Option<Vec<u8>>, $crate::model::ModelError> {
+                self.$($trained).+.store(snapshot)
+            }
+
+            fn recall(
+                &self,
+                bytes: &[u8],
+            ) -> Result<Option<Box<dyn std::any::Any + Send + Sync>>, $crate::model::ModelError> {
+                self.$($trained).+.recall(bytes).map(Some)
+            }
+
+            fn save(&self, dir: &std::path::Path) -> Result<(), $crate::model::ModelError> {
+                self.$($trained).+.exported().save(dir)
+            }
+
+            fn vocab_size(&self) -> usize {
+                self.$($trained).+.module().vocab_size()
+            }
+
+            fn max_tokens(&self) -> usize {
+                self.$($trained).+.module().max_tokens()
+            }
+        }
+    };
+}
+pub(crate) use trained_model;
+
 /// Weights and optimiser at a point in time.
 struct Snapshot {
     weights: Vec<(ParamId, Tensor<1>)>,

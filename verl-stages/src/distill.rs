@@ -219,7 +219,8 @@ impl DistillStage {
             &mini,
             columns.rows.ids(),
             rows,
-            (self.cuts, CutUnit::Row),
+            self.cuts,
+            CutUnit::Row,
             |micro, shares| {
                 student.accumulate_listed(
                     &columns.rows.score_rows(micro.rows.clone()),

@@ -34,7 +34,9 @@ use verl_pipe::resource::{
     CpuKernels, DeviceRefusal, Footprint, ModelInfo, ModelResource, ResourceError, Shortage,
     Snapshot, StoredState, TokenTexts, WeightsVersion,
 };
-use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig, Training};
+use verl_pipe::stage::{
+    BuildContext, ConfigError, DeviceSupport, ModelConfig, ModelFactory, Training,
+};
 
 use texts::{describe_texts, load_texts};
 use training::{optimizer_of, training};
@@ -364,31 +366,27 @@ fn failed(error: impl std::error::Error + Send + Sync + 'static) -> ResourceErro
     ResourceError::Failed(Box::new(error))
 }
 
-/// Whether a decoder can be loaded onto the device `name`.
-fn check_device(name: &str) -> Result<(), DeviceRefusal> {
-    let found = verl_models::device::preflight(name).map(drop);
-    found.map_err(|error| match error {
-        DeviceError::Unknown { .. } => DeviceRefusal::Unknown(error.to_string()),
-        DeviceError::Unusable { .. } => DeviceRefusal::Unusable(error.to_string()),
-        _ => DeviceRefusal::Absent(error.to_string()),
-    })
-}
+/// The devices of models on burn.
+struct BurnDevices;
 
-/// Parameters of a decoder.
-fn count_parameters(c: &DecoderConfig) -> u64 {
-    let (d, i) = (c.hidden_size as u64, c.intermediate_size as u64);
-    let query = (c.heads.query * c.heads.dim) as u64;
-    let key = (c.heads.key_value * c.heads.dim) as u64;
-    let attention = 2 * d * query + 2 * d * key + if c.qkv_bias { query + 2 * key } else { 0 };
-    let norms = 2 * d + if c.qk_norm { 2 * c.heads.dim as u64 } else { 0 };
-    let head = if c.tied_head { 1 } else { 2 } * c.vocab_size as u64 * d;
-    c.layers as u64 * (attention + 3 * d * i + norms) + d + head
-}
+impl DeviceSupport for BurnDevices {
+    fn check(&self, device: &str) -> Result<(), DeviceRefusal> {
+        let found = verl_models::device::preflight(device).map(drop);
+        found.map_err(|error| match error {
+            DeviceError::Unknown { .. } => DeviceRefusal::Unknown(error.to_string()),
+            DeviceError::Unusable { .. } => DeviceRefusal::Unusable(error.to_string()),
+            _ => DeviceRefusal::Absent(error.to_string()),
+        })
+    }
 
-/// The shortage, if a message says that a device is out of memory.
-fn shortage(message: &str) -> Option<Shortage> {
-    let found = verl_models::device::shortage(message)?;
-    Some(Shortage { asked: found.asked })
+    fn memory(&self, device: &str) -> Option<u64> {
+        verl_models::device::memory(device)
+    }
+
+    fn shortage(&self, message: &str) -> Option<Shortage> {
+        let found = verl_models::device::shortage(message)?;
+        Some(Shortage { asked: found.asked })
+    }
 }
 
 /// The memory that `parameters` parameters and the work of a decoder need.
@@ -551,7 +549,9 @@ impl ModelConfig for CausalLm {
     const KIND: &'static str = "causal_lm";
     const SUMMARY: &'static str =
         "a decoder of a Hugging Face folder (Llama, SmolLM2, Qwen2, Qwen2.5, Qwen3)";
+}
 
+impl ModelFactory for CausalLm {
     fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         let dir = self.folder(context);
         let loaded = loaded_config(&dir, self.init);
@@ -562,7 +562,7 @@ impl ModelConfig for CausalLm {
         let dtype = self.dtype.on(device).map_err(|error| vec![error])?;
         check_recompute(self.recompute, &config, device).map_err(|error| vec![error])?;
         let optimizer = self.optimizer.as_ref();
-        let parameters = count_parameters(&config);
+        let parameters = config.num_parameters();
         let usage = Usage {
             dtype,
             device,
@@ -592,16 +592,8 @@ impl ModelConfig for CausalLm {
         }))
     }
 
-    fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
-        check_device(device)
-    }
-
-    fn device_memory(&self, device: &str) -> Option<u64> {
-        verl_models::device::memory(device)
-    }
-
-    fn shortage(&self, message: &str) -> Option<Shortage> {
-        shortage(message)
+    fn devices(&self) -> &dyn DeviceSupport {
+        &BurnDevices
     }
 
     fn cpu_kernels(&self) -> CpuKernels {

@@ -280,7 +280,8 @@ impl Shares {
         mini: &MiniBatch,
         ids: &[RowId],
         rows: Range<usize>,
-        (cuts, unit): (Cuts, CutUnit),
+        cuts: Cuts,
+        unit: CutUnit,
         mut accumulate: impl FnMut(&Micro, &mut Shares) -> Result<f64, ModelError>,
     ) -> Result<Shares, StageError> {
         let mut shares = Shares::default();

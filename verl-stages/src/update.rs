@@ -262,8 +262,8 @@ impl UpdateStage {
             .transpose()
             .map_err(StageError::failed)?;
         let entropies = self.loss.reads(LossInput::Entropies);
-        let cut = (self.cuts, self.loss.objective.cut_unit());
-        let shares = Shares::of(&mini, columns.rows.ids(), rows, cut, |micro, shares| {
+        let (ids, unit) = (columns.rows.ids(), self.loss.objective.cut_unit());
+        let shares = Shares::of(&mini, ids, rows, self.cuts, unit, |micro, shares| {
             policy.accumulate(
                 &columns.rows.score_rows(micro.rows.clone()),
                 &|row, token| columns.rows.is_action(micro.rows.start + row, token),
@@ -490,11 +490,13 @@ impl Stage for UpdateStage {
                 return Err(StageError::Cancelled);
             }
             if let Some(reference) = &self.loss.reference {
-                let models = (self.config.model.as_str(), reference.as_str());
                 let scored = columns.rows.score_rows(rows.clone());
-                let temperature = self.temperature;
-                let scored = (&columns.ids[rows.clone()], scored.as_slice());
-                let baseline = judged::baseline(context.models, models, temperature, scored)?;
+                let baseline = judged::Baseline {
+                    policy: &self.config.model,
+                    reference,
+                    temperature: self.temperature,
+                };
+                let baseline = baseline.of(context.models, &columns.ids[rows.clone()], &scored)?;
                 columns.kl_baseline = Some(baseline);
             }
             let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;

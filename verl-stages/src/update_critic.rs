@@ -180,8 +180,8 @@ impl UpdateCriticStage {
             return Ok(false);
         }
         let prepared = self.objective.prepare(&mini).map_err(StageError::failed)?;
-        let cut = (self.cuts, self.objective.cut_unit());
-        let shares = Shares::of(&mini, columns.rows.ids(), rows, cut, |micro, shares| {
+        let (ids, unit) = (columns.rows.ids(), self.objective.cut_unit());
+        let shares = Shares::of(&mini, ids, rows, self.cuts, unit, |micro, shares| {
             critic.accumulate(
                 &columns.rows.score_rows(micro.rows.clone()),
                 &|row, token| columns.rows.is_action(micro.rows.start + row, token),

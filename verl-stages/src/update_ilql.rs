@@ -179,7 +179,8 @@ impl UpdateIlqlStage {
             &mini,
             columns.rows.ids(),
             rows,
-            (self.cuts, CutUnit::Row),
+            self.cuts,
+            CutUnit::Row,
             |micro, shares| {
                 let start = micro.rows.start;
                 model.accumulate_ilql(

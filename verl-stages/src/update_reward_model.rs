@@ -134,7 +134,8 @@ impl UpdateRewardModelStage {
     fn mini_step(
         &mut self,
         model: &mut dyn ValueModel,
-        (columns, margins): (&Rows<'_>, Option<&[f64]>),
+        columns: &Rows<'_>,
+        margins: Option<&[f64]>,
         rows: Range<usize>,
         sink: &mut dyn StageSink,
     ) -> Result<(), StageError> {
@@ -142,8 +143,8 @@ impl UpdateRewardModelStage {
         let margins = margins.map(|margins| margins[pairs].to_vec());
         let mini = mini_batch(rows.len(), margins);
         let prepared = self.objective.prepare(&mini).map_err(StageError::failed)?;
-        let cut = (self.cuts, self.objective.cut_unit());
-        let shares = Shares::of(&mini, columns.ids(), rows, cut, |micro, shares| {
+        let (cuts, unit) = (self.cuts, self.objective.cut_unit());
+        let shares = Shares::of(&mini, columns.ids(), rows, cuts, unit, |micro, shares| {
             let rows = columns.score_rows(micro.rows.clone());
             model.accumulate_scores(&rows, &mut |scores| {
                 let rows = micro.tokens.clone().collect();
@@ -205,8 +206,8 @@ impl Stage for UpdateRewardModelStage {
             if context.cancel.is_cancelled() {
                 return Err(StageError::Cancelled);
             }
-            let columns = (&columns, margins.as_deref());
-            self.mini_step(resource.model.as_mut(), columns, rows, context.sink)?;
+            let (model, margins) = (resource.model.as_mut(), margins.as_deref());
+            self.mini_step(model, &columns, margins, rows, context.sink)?;
         }
         Ok(())
     }

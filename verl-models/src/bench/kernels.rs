@@ -9,7 +9,7 @@ use crate::compiled;
 use crate::decoder::DecoderConfig;
 use crate::device::is_cpu;
 use crate::kernels::{
-    self, AttentionParameters, AttentionShape, AttentionSizes, Sequences, attention_block, linear,
+    self, AttentionParameters, AttentionShape, HalfSettings, Sequences, attention_block, linear,
     mlp_block, rms_norm, swiglu, take_rows,
 };
 use crate::optim::kernels::{AdamWScalars, AdamWUpdate, adamw_all, sum_of_squares};
@@ -81,7 +81,8 @@ pub struct KernelFigures {
 /// Sizes that are zero or exceed the memory; a type without fused operations on the device; a device failure.
 pub fn kernels(
     config: &DecoderConfig,
-    (device, dtype): (&Device, DType),
+    device: &Device,
+    dtype: DType,
     work: &KernelWork,
     ceilings: &Ceilings,
 ) -> Result<KernelFigures, BenchError> {
@@ -195,11 +196,11 @@ impl Bench<'_> {
     }
 
     fn query_width(&self) -> usize {
-        self.config.heads.query * self.config.heads.dim
+        self.config.heads.query_width()
     }
 
     fn key_width(&self) -> usize {
-        self.config.heads.key_value * self.config.heads.dim
+        self.config.heads.key_width()
     }
 
     fn products(&mut self) -> Result<(), BenchError> {
@@ -265,9 +266,7 @@ impl Bench<'_> {
         let shape = AttentionShape {
             sequences: self.sequences(),
             tokens: self.work.sequence,
-            query_heads: heads.query,
-            key_heads: heads.key_value,
-            head_dim: heads.dim,
+            heads,
             segments: None,
         };
         let n = shape.sequences * shape.tokens;
@@ -314,10 +313,9 @@ impl Bench<'_> {
         let sequences = Sequences::new(&vec![self.work.sequence; self.sequences()], &self.device);
         let rope = Rope::new(self.config.rope, heads.dim);
         let tables = rope.full_tables(self.work.sequence, &self.device);
-        let sizes = AttentionSizes {
-            query_heads: heads.query,
-            key_heads: heads.key_value,
-            head_dim: heads.dim,
+        let settings = HalfSettings {
+            epsilon: 1e-6,
+            recompute: false,
         };
         let tracked = |x: Tensor<2>| Tensor::from_inner(x).require_grad();
         let x = self.random([n, d]);
@@ -340,9 +338,9 @@ impl Bench<'_> {
                     output: tracked(output.clone()),
                 };
                 let tables = tables.clone().map(Tensor::from_inner);
-                let settings = (sizes, 1e-6, false);
                 let x = tracked(x.clone());
-                drop(attention_block(x, parameters, tables, &sequences, settings).backward());
+                let y = attention_block(x, parameters, tables, &sequences, heads, settings);
+                drop(y.backward());
             },
         )?;
         let gate_up_down = [[inner, d], [inner, d], [d, inner]].map(|shape| self.random(shape));
@@ -350,7 +348,7 @@ impl Bench<'_> {
         self.add("layer: MLP, with gradients", call, cost, || {
             let weights = gate_up_down.clone().map(tracked);
             let gain = Tensor::from_inner(gain.clone()).require_grad();
-            drop(mlp_block(tracked(x.clone()), gain, weights, (1e-6, false)).backward());
+            drop(mlp_block(tracked(x.clone()), gain, weights, settings).backward());
         })
     }
 

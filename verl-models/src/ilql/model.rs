@@ -1,20 +1,18 @@
 //! Training of an ILQL model, as stages use it.
 
-use std::any::Any;
-use std::path::Path;
-
 use burn::tensor::{Device, Tensor};
 
 use super::IlqlDecoder;
 use crate::blocks::linear::linear;
 use crate::model::{
     Extras, ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel,
-    ScoreRow, Scores, StepReport, TopTokens, TrainedModel,
+    ScoreRow, Scores, TopTokens, TrainedModel,
 };
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::policy::Policy;
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use crate::rows;
+use crate::trained::trained_model;
 
 /// Outputs of the heads for a micro-batch, packed row by row. The selected response tokens are the actions. Each row
 /// has one more state than actions: that of its last token.
@@ -238,47 +236,7 @@ impl PolicyModel for IlqlPolicy {
     }
 }
 
-impl TrainedModel for IlqlPolicy {
-    fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
-        self.policy.optimizer_step()
-    }
-
-    fn optimizer_steps(&self) -> u64 {
-        self.policy.optimizer_steps()
-    }
-
-    fn weights_hash(&self) -> String {
-        self.policy.weights_hash()
-    }
-
-    fn snapshot(&self) -> Box<dyn Any + Send + Sync> {
-        self.policy.snapshot()
-    }
-
-    fn restore(&mut self, snapshot: &(dyn Any + Send + Sync)) -> bool {
-        self.policy.restore(snapshot)
-    }
-
-    fn store(&self, snapshot: &(dyn Any + Send + Sync)) -> Result<Option<Vec<u8>>, ModelError> {
-        self.policy.store(snapshot)
-    }
-
-    fn recall(&self, bytes: &[u8]) -> Result<Option<Box<dyn Any + Send + Sync>>, ModelError> {
-        self.policy.recall(bytes)
-    }
-
-    fn save(&self, dir: &Path) -> Result<(), ModelError> {
-        self.policy.save(dir)
-    }
-
-    fn vocab_size(&self) -> usize {
-        self.policy.vocab_size()
-    }
-
-    fn max_tokens(&self) -> usize {
-        self.policy.max_tokens()
-    }
-}
+trained_model!(IlqlPolicy, policy.trained);
 
 #[cfg(test)]
 mod tests {

@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
+use super::Heads;
 use crate::lanes::{Kernel, Lanes, Row, run};
 use crate::prefixes::{Segment, equal};
 use crate::vector::{LANES, exp};
@@ -38,39 +39,22 @@ pub struct AttentionShape {
     pub sequences: usize,
     /// Tokens of a sequence, `S`.
     pub tokens: usize,
-    /// Query heads, `H`.
-    pub query_heads: usize,
-    /// Key/value heads, `K`; a divisor of `H`.
-    pub key_heads: usize,
-    /// Width of a head, `Dh`, even.
-    pub head_dim: usize,
+    /// Heads, of an even width.
+    pub heads: Heads,
     /// The rows, if they are not `B` sequences of `S` tokens; only on the CPU.
     pub segments: Option<Arc<[Segment]>>,
 }
 
 impl AttentionShape {
-    fn query_width(&self) -> usize {
-        self.query_heads * self.head_dim
-    }
-
-    fn key_width(&self) -> usize {
-        self.key_heads * self.head_dim
-    }
-
     fn scale(&self) -> f32 {
-        1.0 / (self.head_dim as f32).sqrt()
-    }
-
-    /// Query heads that share a key head.
-    fn group(&self) -> usize {
-        self.query_heads / self.key_heads
+        1.0 / (self.heads.dim as f32).sqrt()
     }
 
     /// Position of head `head` of row `row` among rows of `width`.
     #[inline(always)]
     fn place(&self, row: usize, width: usize, head: usize) -> Range<usize> {
-        let start = row * width + head * self.head_dim;
-        start..start + self.head_dim
+        let start = row * width + head * self.heads.dim;
+        start..start + self.heads.dim
     }
 
     /// Results of `run` for each key head of each tree of segments, computed in parallel: tree after tree, head by
@@ -86,7 +70,7 @@ impl AttentionShape {
         let trees: Vec<&[Segment]> = segments.chunk_by(|_, next| next.position > 0).collect();
         let tasks: Vec<(&[Segment], usize)> = trees
             .iter()
-            .flat_map(|tree| (0..self.key_heads).map(|head| (*tree, head)))
+            .flat_map(|tree| (0..self.heads.key_value).map(|head| (*tree, head)))
             .collect();
         let parts = tasks.into_par_iter().map(|(tree, head)| run(tree, head));
         (
@@ -97,11 +81,11 @@ impl AttentionShape {
 
     /// Joins the columns, `width` of each key head, that [`AttentionShape::each`] returned.
     fn joined(&self, trees: &[usize], parts: &[Vec<f32>], width: usize) -> Vec<f32> {
-        let whole = self.key_heads * width;
+        let whole = self.heads.key_value * width;
         let mut joined = vec![0.0; trees.iter().sum::<usize>() * whole];
         let mut rest = joined.as_mut_slice();
         let mut tasks = Vec::with_capacity(trees.len());
-        for (&rows, parts) in trees.iter().zip(parts.chunks(self.key_heads)) {
+        for (&rows, parts) in trees.iter().zip(parts.chunks(self.heads.key_value)) {
             let (own, others) = rest.split_at_mut(rows * whole);
             tasks.push((own, parts));
             rest = others;
@@ -163,7 +147,7 @@ pub(super) struct Inputs<'a> {
 
 /// softmax(R q (R k)ᵀ / √Dh) v for every query head; result: `[N, H·Dh]`.
 pub(super) fn attention(shape: &AttentionShape, inputs: Inputs<'_>) -> Vec<f32> {
-    let width = shape.group() * shape.head_dim;
+    let width = shape.heads.group() * shape.heads.dim;
     let (trees, parts) = shape.each(|tree, head| {
         let mut output = vec![0.0; rows(tree).len() * width];
         run(Forward {
@@ -185,7 +169,7 @@ pub(super) fn attention_backward(
     output: &[f32],
     gradient: &[f32],
 ) -> [Vec<f32>; 3] {
-    let (dim, width) = (shape.head_dim, shape.group() * shape.head_dim);
+    let (dim, width) = (shape.heads.dim, shape.heads.group() * shape.heads.dim);
     let (trees, parts) = shape.each(|tree, head| {
         let rows = rows(tree).len();
         let [mut dq, mut dk, mut dv] = [width, dim, dim].map(|width| vec![0.0; rows * width]);
@@ -231,7 +215,7 @@ impl Kernel for Forward<'_> {
             head,
             output,
         } = self;
-        let (dim, group) = (shape.head_dim, shape.group());
+        let (dim, group) = (shape.heads.dim, shape.heads.group());
         let (base, depth) = (rows(tree).start, depth(tree));
         let (mut keys, mut values) = (Head::new(depth, dim), Head::new(depth, dim));
         let mut queries = Head::new(LANES, dim);
@@ -244,8 +228,11 @@ impl Kernel for Forward<'_> {
                     let own = LANES.min(segment.tokens - first);
                     let (row, position) = (segment.first + first, segment.position + first);
                     for lane in 0..own {
-                        let place =
-                            shape.place(row + lane, shape.query_width(), head * group + member);
+                        let place = shape.place(
+                            row + lane,
+                            shape.heads.query_width(),
+                            head * group + member,
+                        );
                         let to = &mut queries.row(lane)[..dim];
                         rotate(
                             &inputs.queries[place],
@@ -334,7 +321,11 @@ impl Kernel for Backward<'_> {
             dk,
             dv,
         } = self;
-        let (dim, group, width) = (shape.head_dim, shape.group(), shape.query_width());
+        let (dim, group, width) = (
+            shape.heads.dim,
+            shape.heads.group(),
+            shape.heads.query_width(),
+        );
         let (base, depth) = (rows(tree).start, depth(tree));
         let [mut keys, mut values, mut d_keys, mut d_values] =
             [(); 4].map(|()| Head::new(depth, dim));
@@ -382,7 +373,8 @@ impl Kernel for Backward<'_> {
                     differentiate::<L>(
                         values.first(seen),
                         &tile,
-                        (&inverse, &means),
+                        &inverse,
+                        &means,
                         weights,
                         slopes,
                     );
@@ -454,8 +446,8 @@ fn fill(
 ) {
     for token in 0..segment.tokens {
         let position = segment.position + token;
-        let place = shape.place(segment.first + token, shape.key_width(), head);
-        let row = &mut keys.row(position)[..shape.head_dim];
+        let place = shape.place(segment.first + token, shape.heads.key_width(), head);
+        let row = &mut keys.row(position)[..shape.heads.dim];
         rotate(
             &inputs.keys[place.clone()],
             position,
@@ -480,7 +472,7 @@ fn copy(from: &[f32], to: &mut [f32]) {
 
 /// y = (a·cos + b·sin)·scale of a half of a head.
 #[inline(always)]
-fn rotate_half(y: &mut [f32], (a, cos): (&[f32], &[f32]), (b, sin): (&[f32], &[f32]), scale: f32) {
+fn rotate_half(y: &mut [f32], [a, b]: [&[f32]; 2], [cos, sin]: [&[f32]; 2], scale: f32) {
     let n = y.len();
     let (a, b, cos, sin) = (&a[..n], &b[..n], &cos[..n], &sin[..n]);
     for (i, y) in y.iter_mut().enumerate() {
@@ -494,8 +486,8 @@ fn rotate(x: &[f32], t: usize, tables: Tables<'_>, scale: f32, y: &mut [f32]) {
     let [cos, sin] = tables.at(t, x.len());
     let x = x.split_at(x.len() / 2);
     let y = y.split_at_mut(y.len() / 2);
-    rotate_half(y.0, (x.0, cos.0), (x.1, sin.0), scale);
-    rotate_half(y.1, (x.1, cos.1), (x.0, sin.1), scale);
+    rotate_half(y.0, [x.0, x.1], [cos.0, sin.0], scale);
+    rotate_half(y.1, [x.1, x.0], [cos.1, sin.1], scale);
 }
 
 /// Transpose of [`rotate`]: the gradient of x from that of y.
@@ -504,8 +496,8 @@ fn rotate_back(y: &[f32], t: usize, tables: Tables<'_>, scale: f32, x: &mut [f32
     let [cos, sin] = tables.at(t, y.len());
     let y = y.split_at(y.len() / 2);
     let x = x.split_at_mut(x.len() / 2);
-    rotate_half(x.0, (y.0, cos.0), (y.1, sin.1), scale);
-    rotate_half(x.1, (y.1, cos.1), (y.0, sin.0), scale);
+    rotate_half(x.0, [y.0, y.1], [cos.0, sin.1], scale);
+    rotate_half(x.1, [y.1, y.0], [cos.1, sin.0], scale);
 }
 
 /// Transposes the tokens of a tile: `[LANES, Dh]` to `[Dh, LANES]`.
@@ -622,7 +614,8 @@ fn mix<L: Lanes>(rows: &[Dims], weights: &[Row], tile: &mut [Row]) {
 fn differentiate<L: Lanes>(
     rows: &[Dims],
     tile: &[Row],
-    (inverse, means): (&Row, &Row),
+    inverse: &Row,
+    means: &Row,
     weights: &mut [Row],
     slopes: &mut [Row],
 ) {

@@ -23,7 +23,7 @@ use burn::tensor::{DType, Device, Int, Tensor};
 
 use self::attention_half::{AttentionHalf, AttentionHalfStep};
 use self::mlp_half::{MlpHalf, MlpHalfStep};
-use super::{AttentionShape, attention_is_fused};
+use super::{AttentionShape, Heads, attention_is_fused};
 use crate::device::is_cpu;
 use crate::rows::indices;
 
@@ -67,19 +67,22 @@ impl Sequences {
     }
 }
 
-/// Settings of [`attention_block`], apart from its tensors.
-#[derive(Debug, Clone)]
-pub struct AttentionBlock {
-    /// Query heads, `H`.
-    pub query_heads: usize,
-    /// Key/value heads, `K`; a divisor of `H`.
-    pub key_heads: usize,
-    /// Width of a head, `Dh`, even.
-    pub head_dim: usize,
+/// Settings of a half of a layer.
+#[derive(Debug, Clone, Copy)]
+pub struct HalfSettings {
     /// ε of the norm.
     pub epsilon: f64,
     /// Whether to keep only the input for the backward pass, which then recomputes the rest.
     pub recompute: bool,
+}
+
+/// What [`attention_block`] takes apart from its tensors.
+#[derive(Debug, Clone)]
+pub struct AttentionBlock {
+    /// Heads, of an even width.
+    pub heads: Heads,
+    /// Settings of the half.
+    pub settings: HalfSettings,
     /// Whether there is a bias; if not, the tensor in its place is ignored.
     biased: bool,
     lengths: Arc<[usize]>,
@@ -88,7 +91,7 @@ pub struct AttentionBlock {
 impl AttentionBlock {
     /// Widths of the projections of queries, keys and values.
     pub(super) fn widths(&self) -> [usize; 3] {
-        let [query, key] = [self.query_heads, self.key_heads].map(|heads| heads * self.head_dim);
+        let (query, key) = (self.heads.query_width(), self.heads.key_width());
         [query, key, key]
     }
 
@@ -97,9 +100,7 @@ impl AttentionBlock {
         AttentionShape {
             sequences,
             tokens,
-            query_heads: self.query_heads,
-            key_heads: self.key_heads,
-            head_dim: self.head_dim,
+            heads: self.heads,
             segments: None,
         }
     }
@@ -110,17 +111,6 @@ impl AttentionBlock {
         let longest = self.lengths.iter().copied().max().unwrap_or(0);
         (self.shape_of(self.lengths.len(), longest), &self.lengths)
     }
-}
-
-/// Sizes of an attention half that do not depend on the call.
-#[derive(Debug, Clone, Copy)]
-pub struct AttentionSizes {
-    /// Query heads, `H`.
-    pub query_heads: usize,
-    /// Key/value heads, `K`; a divisor of `H`.
-    pub key_heads: usize,
-    /// Width of a head, `Dh`, even.
-    pub head_dim: usize,
 }
 
 /// Parameters of [`attention_block`].
@@ -137,8 +127,6 @@ pub struct AttentionParameters {
 
 /// x + W_o attention(W_qkv norm(x) + b): the first half of a decoder layer, causal, with rotary positions.
 ///
-/// With `recompute`, only `x` is kept for the backward pass.
-///
 /// # Shapes
 /// `x`, result: `[N, D]`; `cos`, `sin` (signed): `[S, Dh]` in f32, with `S` at least the longest sequence
 pub fn attention_block(
@@ -146,7 +134,8 @@ pub fn attention_block(
     parameters: AttentionParameters,
     [cos, sin]: [Tensor<2>; 2],
     sequences: &Sequences,
-    (sizes, epsilon, recompute): (AttentionSizes, f64, bool),
+    heads: Heads,
+    settings: HalfSettings,
 ) -> Tensor<2> {
     let AttentionParameters {
         gain,
@@ -155,11 +144,8 @@ pub fn attention_block(
         output,
     } = parameters;
     let block = AttentionBlock {
-        query_heads: sizes.query_heads,
-        key_heads: sizes.key_heads,
-        head_dim: sizes.head_dim,
-        epsilon,
-        recompute,
+        heads,
+        settings,
         biased: bias.is_some(),
         lengths: sequences.lengths.clone(),
     };
@@ -182,15 +168,13 @@ pub fn attention_block(
 
 /// x + W_down (silu(W_gate n) ⊙ W_up n) with n = norm(x): the second half of a decoder layer.
 ///
-/// With `recompute`, only `x` is kept for the backward pass.
-///
 /// # Shapes
 /// `x`, result: `[N, D]`; `gain`: `[D]`; `gate`, `up`: `[I, D]`; `down`: `[D, I]`
 pub fn mlp_block(
     x: Tensor<2>,
     gain: Tensor<1>,
     [gate, up, down]: [Tensor<2>; 3],
-    (epsilon, recompute): (f64, bool),
+    settings: HalfSettings,
 ) -> Tensor<2> {
     Tensor::from_dispatch(<Dispatch as BlockOps>::mlp_block(
         x.into_dispatch(),
@@ -198,8 +182,8 @@ pub fn mlp_block(
         gate.into_dispatch(),
         up.into_dispatch(),
         down.into_dispatch(),
-        epsilon,
-        recompute,
+        settings.epsilon,
+        settings.recompute,
     ))
 }
 
@@ -343,7 +327,7 @@ impl<B: BlockGradients, C: CheckpointStrategy> BlockOps for Autodiff<B, C> {
         let prepared = AttentionHalfStep.prepare::<C>(nodes);
         match prepared.compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
-                let kept = (!half.block.recompute).then_some(kept);
+                let kept = (!half.block.settings.recompute).then_some(kept);
                 prep.finish((half, kept), y)
             }
             OpsKind::UnTracked(prep) => prep.finish(y),

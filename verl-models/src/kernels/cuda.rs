@@ -20,29 +20,29 @@ pub(crate) mod vocab;
 use burn::backend::{Cube, TensorMetadata};
 use burn::tensor::DType;
 
-use self::product::{Summed, product};
+use self::product::{Operand, product};
 use self::tensor::CubeTensor;
 use super::{AttentionShape, DecoderGradients, DecoderOps, Products};
 
 impl Products for Cube {
     fn product_with_rows(x: CubeTensor, weight: CubeTensor) -> CubeTensor {
         let dtype = x.dtype();
-        product(x, Summed::Last, weight, Summed::Last, dtype)
+        product(Operand::rows(x), Operand::rows(weight), dtype)
     }
 
     fn product_with_columns(x: CubeTensor, weight: CubeTensor) -> CubeTensor {
         let dtype = x.dtype();
-        product(x, Summed::Last, weight, Summed::First, dtype)
+        product(Operand::rows(x), Operand::columns(weight), dtype)
     }
 
     fn product_of_columns(x: CubeTensor, y: CubeTensor) -> CubeTensor {
         let dtype = x.dtype();
-        product(x, Summed::First, y, Summed::First, dtype)
+        product(Operand::columns(x), Operand::columns(y), dtype)
     }
 
     /// In f32, the type in which it is summed.
     fn weight_gradient(gradient: CubeTensor, x: CubeTensor) -> CubeTensor {
-        product(gradient, Summed::First, x, Summed::First, DType::F32)
+        product(Operand::columns(gradient), Operand::columns(x), DType::F32)
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Only the arithmetic, apart from the launches, so that it can be tested without a GPU.
 
-use crate::blocks::attention::Heads;
+use super::Heads;
 
 /// Most rows of a step that one kernel supports.
 pub(crate) const MAX_ROWS: usize = 128;
@@ -78,15 +78,6 @@ pub(crate) struct LayerSizes {
 }
 
 impl LayerSizes {
-    fn queries(&self) -> usize {
-        self.heads.query * self.heads.dim
-    }
-
-    /// Width of queries, keys and values together.
-    fn qkv_width(&self) -> usize {
-        (self.heads.query + 2 * self.heads.key_value) * self.heads.dim
-    }
-
     /// Whether copies of 16 bytes and matrix instructions support rows of these sizes.
     fn are_supported(&self) -> bool {
         let Heads { dim, .. } = self.heads;
@@ -126,8 +117,8 @@ impl LayerUnits {
         let (width, inner) = (sizes.width, sizes.inner);
         Some(LayerUnits {
             rows: limits.rows,
-            qkv: limits.divide(sizes.qkv_width(), width, MAX_PIECES)?,
-            output: limits.divide(width, sizes.queries(), MAX_PIECES)?,
+            qkv: limits.divide(sizes.heads.joined_width(), width, MAX_PIECES)?,
+            output: limits.divide(width, sizes.heads.query_width(), MAX_PIECES)?,
             mlp: limits.divide(2 * inner, width, 1)?,
             down: limits.divide(width, inner, MAX_PIECES_DOWN)?,
         })
@@ -136,7 +127,7 @@ impl LayerUnits {
     /// Numbers of all pieces of a row, in the product with the most.
     pub fn pieces(&self, sizes: &LayerSizes) -> usize {
         let most = (self.output.pieces).max(self.down.pieces) * sizes.width;
-        most.max(self.qkv.pieces * sizes.qkv_width())
+        most.max(self.qkv.pieces * sizes.heads.joined_width())
     }
 }
 

@@ -8,6 +8,7 @@ mod blocks;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+mod heads;
 #[cfg(any(feature = "cuda", test))]
 mod layer_units;
 pub(crate) mod product;
@@ -28,9 +29,10 @@ use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Shape, Tens
 
 pub use attention::AttentionShape;
 pub use blocks::{
-    AttentionParameters, AttentionSizes, BlockOps, Sequences, attention_block, blocks_are_fused,
+    AttentionParameters, BlockOps, HalfSettings, Sequences, attention_block, blocks_are_fused,
     mlp_block,
 };
+pub use heads::Heads;
 
 use self::product::Matrix;
 use crate::device::is_cpu;

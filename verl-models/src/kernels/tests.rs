@@ -5,7 +5,7 @@ use burn::tensor::activation::{silu, softmax};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use super::{
-    AttentionParameters, AttentionShape, AttentionSizes, Sequences, are_fused, attention,
+    AttentionParameters, AttentionShape, HalfSettings, Heads, Sequences, are_fused, attention,
     attention_block, linear, mlp_block, rms_norm, swiglu,
 };
 use crate::blocks::rope::{Rope, RopeConfig, RopeScaling};
@@ -126,7 +126,7 @@ fn linear_is_its_composition() {
 
 /// [B·S, H·Dh] -> [B, H, S, Dh]
 fn heads(x: Tensor<2>, shape: &AttentionShape, count: usize) -> Tensor<4> {
-    x.reshape([shape.sequences, shape.tokens, count, shape.head_dim])
+    x.reshape([shape.sequences, shape.tokens, count, shape.heads.dim])
         .swap_dims(1, 2)
 }
 
@@ -139,17 +139,16 @@ fn repeated(x: Tensor<4>, times: usize) -> Tensor<4> {
 }
 
 fn composed_attention(shape: &AttentionShape, x: &[Tensor<2>], rope: &Rope) -> Tensor<2> {
-    let (s, dim) = (shape.tokens, shape.head_dim);
+    let (s, sizes) = (shape.tokens, shape.heads);
     let device = x[0].device();
     let rotation = rope.leading(s, &device.clone().without_autodiff(), DType::F32);
-    let group = shape.query_heads / shape.key_heads;
-    let queries = rotation.apply(heads(x[0].clone(), shape, shape.query_heads));
+    let queries = rotation.apply(heads(x[0].clone(), shape, sizes.query));
     let keys = repeated(
-        rotation.apply(heads(x[1].clone(), shape, shape.key_heads)),
-        group,
+        rotation.apply(heads(x[1].clone(), shape, sizes.key_value)),
+        sizes.group(),
     );
-    let values = repeated(heads(x[2].clone(), shape, shape.key_heads), group);
-    let scores = queries.matmul(keys.swap_dims(2, 3)) * (dim as f64).powf(-0.5);
+    let values = repeated(heads(x[2].clone(), shape, sizes.key_value), sizes.group());
+    let scores = queries.matmul(keys.swap_dims(2, 3)) * (sizes.dim as f64).powf(-0.5);
     let later: Vec<f32> = (0..s * s)
         .map(|at| if at % s > at / s { -1e30 } else { 0.0 })
         .collect();
@@ -158,21 +157,20 @@ fn composed_attention(shape: &AttentionShape, x: &[Tensor<2>], rope: &Rope) -> T
     softmax(scores + mask, 3)
         .matmul(values)
         .swap_dims(1, 2)
-        .reshape([shape.sequences * s, shape.query_heads * dim])
+        .reshape([shape.sequences * s, sizes.query_width()])
 }
 
 #[track_caller]
-fn check_attention(
-    sequences: usize,
-    tokens: usize,
-    [query_heads, key_heads, head_dim]: [usize; 3],
-) {
+fn check_attention(sequences: usize, tokens: usize, [query, key_value, dim]: [usize; 3]) {
+    let heads = Heads {
+        query,
+        key_value,
+        dim,
+    };
     let shape = AttentionShape {
         sequences,
         tokens,
-        query_heads,
-        key_heads,
-        head_dim,
+        heads,
         segments: None,
     };
     let rope = Rope::new(
@@ -180,13 +178,13 @@ fn check_attention(
             theta: 100.0,
             scaling: RopeScaling::Default,
         },
-        head_dim,
+        dim,
     );
     let rows = sequences * tokens;
     let inputs = vec![
-        input(rows, query_heads * head_dim, 7),
-        input(rows, key_heads * head_dim, 8),
-        input(rows, key_heads * head_dim, 9),
+        input(rows, heads.query_width(), 7),
+        input(rows, heads.key_width(), 8),
+        input(rows, heads.key_width(), 9),
     ];
     let fused = |x: &[Tensor<2>]| {
         let device = x[0].device().without_autodiff();
@@ -229,13 +227,17 @@ fn attention_is_its_composition_for_short_and_long_sequences() {
 /// Forward and backward, with sequences that share their beginnings, in one place and in several.
 #[test]
 fn attention_over_segments_is_that_of_each_sequence() {
-    let [query_heads, key_heads, head_dim] = [4, 2, 6];
+    let heads = Heads {
+        query: 4,
+        key_value: 2,
+        dim: 6,
+    };
     let rope = Rope::new(
         RopeConfig {
             theta: 100.0,
             scaling: RopeScaling::Default,
         },
-        head_dim,
+        heads.dim,
     );
     let prompt: Vec<i32> = (0..21).collect();
     let with = |shared: usize, own: std::ops::Range<i32>| {
@@ -263,16 +265,14 @@ fn attention_over_segments_is_that_of_each_sequence() {
         let all: Vec<i32> = (0..lengths.iter().sum::<usize>() as i32).collect();
         let places = distinct.rows.unwrap_or(all);
         let inputs = vec![
-            input(rows, query_heads * head_dim, 7),
-            input(rows, key_heads * head_dim, 8),
-            input(rows, key_heads * head_dim, 9),
+            input(rows, heads.query_width(), 7),
+            input(rows, heads.key_width(), 8),
+            input(rows, heads.key_width(), 9),
         ];
         let shape = |sequences: usize, tokens: usize, segments| AttentionShape {
             sequences,
             tokens,
-            query_heads,
-            key_heads,
-            head_dim,
+            heads,
             segments,
         };
         let fused = |x: &[Tensor<2>]| {
@@ -316,7 +316,11 @@ fn the_second_half_of_a_layer_is_its_composition() {
             let fused = |x: &[Tensor<2>]| {
                 let gain = x[1].clone().reshape([width]);
                 let weights = [&x[2], &x[3], &x[4]].map(Clone::clone);
-                mlp_block(x[0].clone(), gain, weights, (EPSILON, recompute))
+                let settings = HalfSettings {
+                    epsilon: EPSILON,
+                    recompute,
+                };
+                mlp_block(x[0].clone(), gain, weights, settings)
             };
             check(&inputs, &fused, &|x| {
                 let n = norm(&x[0], &x[1]);
@@ -330,18 +334,18 @@ fn the_second_half_of_a_layer_is_its_composition() {
 #[test]
 fn the_first_half_of_a_layer_is_its_composition() {
     let width = 12;
-    let sizes = AttentionSizes {
-        query_heads: 4,
-        key_heads: 2,
-        head_dim: 6,
+    let heads = Heads {
+        query: 4,
+        key_value: 2,
+        dim: 6,
     };
-    let [query, key] = [24, 12];
+    let (query, key) = (heads.query_width(), heads.key_width());
     let rope = Rope::new(
         RopeConfig {
             theta: 100.0,
             scaling: RopeScaling::Default,
         },
-        sizes.head_dim,
+        heads.dim,
     );
     for (lengths, biased) in [
         (vec![1], true),
@@ -375,9 +379,7 @@ fn the_first_half_of_a_layer_is_its_composition() {
                 let shape = AttentionShape {
                     sequences: 1,
                     tokens,
-                    query_heads: sizes.query_heads,
-                    key_heads: sizes.key_heads,
-                    head_dim: sizes.head_dim,
+                    heads,
                     segments: None,
                 };
                 let own = [&queries, &keys, &values].map(|x| x.clone().narrow(0, start, tokens));
@@ -397,8 +399,18 @@ fn the_first_half_of_a_layer_is_its_composition() {
                     output: x[5].clone(),
                 };
                 let tables = rope.full_tables(sequences.longest(), &device);
-                let settings = (sizes, EPSILON, recompute);
-                attention_block(x[0].clone(), parameters, tables, &sequences, settings)
+                let settings = HalfSettings {
+                    epsilon: EPSILON,
+                    recompute,
+                };
+                attention_block(
+                    x[0].clone(),
+                    parameters,
+                    tables,
+                    &sequences,
+                    heads,
+                    settings,
+                )
             };
             check(&inputs, &fused, &composed);
         }
@@ -438,7 +450,11 @@ fn frozen_parameters_of_a_half_change_no_other_gradient() {
     let half = |x: &[Tensor<2>]| {
         let gain = x[1].clone().reshape([width]);
         let weights = [&x[2], &x[3], &x[4]].map(Clone::clone);
-        mlp_block(x[0].clone(), gain, weights, (EPSILON, false))
+        let settings = HalfSettings {
+            epsilon: EPSILON,
+            recompute: false,
+        };
+        mlp_block(x[0].clone(), gain, weights, settings)
     };
     let all = some_gradients(&inputs, &[true; 5], &half);
     assert!(all.iter().all(Option::is_some));

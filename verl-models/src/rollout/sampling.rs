@@ -79,7 +79,7 @@ impl<'a> Sampler<'a> {
 
         if !self.changes_logits(draw) {
             let choice = if self.settings.temperature == 0.0 {
-                (argmax(logits, raw_max), None)
+                Choice::greedy(argmax(logits, raw_max))
             } else {
                 self.choose(logits, raw_max, raw_sum, draw)
             };
@@ -89,7 +89,7 @@ impl<'a> Sampler<'a> {
         self.process(logits, draw, &mut processed);
         let choice = max(&processed).map(|processed_max| {
             let choice = if self.settings.temperature == 0.0 {
-                (argmax(&processed, processed_max), None)
+                Choice::greedy(argmax(&processed, processed_max))
             } else {
                 let sum = exponentials(&processed, processed_max, scale, &mut self.weights);
                 self.choose(&processed, processed_max, sum, draw)
@@ -129,12 +129,12 @@ impl<'a> Sampler<'a> {
     }
 
     /// A token from the kept ids, and their mass; `self.weights` contains e^((logit − max)/T), `sum` is their sum.
-    fn choose(&mut self, logits: &[f32], max: f32, sum: f64, draw: Draw<'_>) -> (u32, Option<f64>) {
+    fn choose(&mut self, logits: &[f32], max: f32, sum: f64, draw: Draw<'_>) -> Choice {
         let settings = self.settings;
         let truncates = settings.top_k > 0 && settings.top_k < logits.len();
         let race = Race::new(logits, &self.weights, max, settings.temperature, draw);
         if !truncates && settings.top_p >= 1.0 && settings.min_p <= 0.0 {
-            return (race.among_all(), Some(sum));
+            return Choice::drawn(race.among_all(), sum);
         }
         let weights = &self.weights;
         let kept = &mut self.kept;
@@ -151,13 +151,31 @@ impl<'a> Sampler<'a> {
             kept.retain(|&id| f64::from(weights[id as usize]) >= settings.min_p);
         }
         kept.sort_unstable();
-        (race.among(kept), Some(mass(kept, weights)))
+        Choice::drawn(race.among(kept), mass(kept, weights))
     }
 }
 
-/// Combines the choice with its log-probs; no mass means that it was greedy.
+/// A chosen token.
+struct Choice {
+    token: u32,
+    /// Sum of the weights of the tokens that it was drawn from; `None` if it was not drawn but is the best one.
+    mass: Option<f64>,
+}
+
+impl Choice {
+    fn greedy(token: u32) -> Self {
+        Choice { token, mass: None }
+    }
+
+    fn drawn(token: u32, mass: f64) -> Self {
+        let mass = Some(mass);
+        Choice { token, mass }
+    }
+}
+
+/// Combines the choice with its log-probs.
 fn finish(
-    (token, mass): (u32, Option<f64>),
+    Choice { token, mass }: Choice,
     logits: &[f32],
     max: f32,
     temperature: f64,

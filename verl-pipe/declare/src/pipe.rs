@@ -20,6 +20,7 @@ use verl_words::stage::{
 use crate::chain::Chain;
 pub use crate::chain::{IntoStage, stage_fn, stage_with};
 use crate::sizes::{BatchConfig, DevicesConfig};
+pub use verl_words::stage::ModelFactory;
 
 /// Settings of a run (`[run]`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -107,90 +108,6 @@ impl fmt::Debug for StageDecl {
     }
 }
 
-/// A declared model, as the engine uses it.
-pub trait ModelFactory: Send + Sync {
-    /// See [`ModelConfig::describe`].
-    ///
-    /// # Errors
-    /// As there.
-    fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>>;
-    /// See [`ModelConfig::trainable`].
-    fn trainable(&self) -> bool;
-    /// See [`ModelConfig::training`].
-    fn training(&self, _optimizer_steps: u64) -> Option<Training> {
-        None
-    }
-    /// See [`ModelConfig::check_device`].
-    ///
-    /// # Errors
-    /// As there.
-    fn check_device(&self, _device: &str) -> Result<(), DeviceRefusal> {
-        Ok(())
-    }
-    /// See [`ModelConfig::device_memory`].
-    fn device_memory(&self, _device: &str) -> Option<u64> {
-        None
-    }
-    /// See [`ModelConfig::shortage`].
-    fn shortage(&self, _message: &str) -> Option<Shortage> {
-        None
-    }
-    /// See [`ModelConfig::cpu_kernels`].
-    fn cpu_kernels(&self) -> CpuKernels {
-        CpuKernels::default()
-    }
-    /// See [`ModelConfig::token_texts`].
-    fn token_texts(&self, _context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
-        None
-    }
-    /// See [`ModelConfig::load`].
-    ///
-    /// # Errors
-    /// As there.
-    fn load(
-        &self,
-        name: &str,
-        device: &str,
-        context: &BuildContext,
-    ) -> Result<Box<dyn ModelResource>, ResourceError>;
-}
-
-impl<C: ModelConfig> ModelFactory for C {
-    fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
-        config_json(C::KIND, self)?;
-        ModelConfig::describe(self, context)
-    }
-    fn trainable(&self) -> bool {
-        ModelConfig::trainable(self)
-    }
-    fn training(&self, optimizer_steps: u64) -> Option<Training> {
-        ModelConfig::training(self, optimizer_steps)
-    }
-    fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
-        ModelConfig::check_device(self, device)
-    }
-    fn device_memory(&self, device: &str) -> Option<u64> {
-        ModelConfig::device_memory(self, device)
-    }
-    fn shortage(&self, message: &str) -> Option<Shortage> {
-        ModelConfig::shortage(self, message)
-    }
-    fn cpu_kernels(&self) -> CpuKernels {
-        ModelConfig::cpu_kernels(self)
-    }
-    fn token_texts(&self, context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
-        ModelConfig::token_texts(self, context)
-    }
-    fn load(
-        &self,
-        name: &str,
-        device: &str,
-        context: &BuildContext,
-    ) -> Result<Box<dyn ModelResource>, ResourceError> {
-        ModelConfig::load(self, name, device, context)
-    }
-}
-
 /// A declared model.
 #[derive(Clone)]
 pub struct ModelDecl {
@@ -202,6 +119,8 @@ pub struct ModelDecl {
     pub config: serde_json::Value,
     /// Describes and loads it.
     pub factory: Arc<dyn ModelFactory>,
+    /// Why its settings cannot be written as JSON; empty if they can.
+    pub unwritable: Vec<ConfigError>,
 }
 
 /// A declared data set.
@@ -321,6 +240,7 @@ impl DataPipe {
             kind: CUSTOM.to_owned(),
             config: serde_json::Value::Null,
             factory,
+            unwritable: Vec::new(),
         });
         self
     }
@@ -469,11 +389,27 @@ impl DataPipe {
 impl ModelDecl {
     /// The declaration of a model from its configuration.
     pub fn new<C: ModelConfig>(name: impl Into<String>, config: C) -> Self {
+        let (json, unwritable) = match config_json(C::KIND, &config) {
+            Ok(json) => (json, Vec::new()),
+            Err(errors) => (serde_json::Value::Null, errors),
+        };
         ModelDecl {
             name: name.into(),
             kind: C::KIND.to_owned(),
-            config: config_json(C::KIND, &config).unwrap_or_default(),
+            config: json,
             factory: Arc::new(config),
+            unwritable,
+        }
+    }
+
+    /// Describes the model without loading weights.
+    ///
+    /// # Errors
+    /// Settings that cannot be written as JSON, and those of [`ModelFactory::describe`].
+    pub fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
+        match self.unwritable.as_slice() {
+            [] => self.factory.describe(context),
+            errors => Err(errors.to_vec()),
         }
     }
 }

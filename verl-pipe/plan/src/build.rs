@@ -243,7 +243,7 @@ pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
         temperature: None,
         optimizer_steps: BTreeMap::new(),
     };
-    let describe = |model: &ModelDecl| model.factory.describe(&context);
+    let describe = |model: &ModelDecl| model.describe(&context);
     let models: Vec<_> = pipe.models.iter().map(describe).collect();
     let described = pipe.models.iter().zip(&models);
     context.model_infos = described

@@ -320,7 +320,7 @@ pub(crate) fn check(plan: &Plan) -> Option<Diagnostic> {
     let devices = plan.pipe.devices.list().unwrap_or_default();
     let known = devices.iter().filter_map(|device| {
         let mut models = plan.pipe.models.iter();
-        let room = models.find_map(|model| model.factory.device_memory(device))?;
+        let room = models.find_map(|model| model.factory.devices().memory(device))?;
         Some((room, device))
     });
     let (room, device) = known.min()?;

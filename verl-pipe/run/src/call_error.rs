@@ -55,7 +55,7 @@ pub(super) fn out_of_memory(
 ) -> Option<RunError> {
     let plan = schedule.plan();
     let mut models = plan.pipe().models.iter();
-    let shortage = models.find_map(|model| model.factory.shortage(message))?;
+    let shortage = models.find_map(|model| model.factory.devices().shortage(message))?;
     let memory = plan.memory();
     let stage = stage.map(|index| plan.stages()[index].name());
     let own = memory

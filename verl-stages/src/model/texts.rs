@@ -280,7 +280,7 @@ pub(crate) fn room_fault(
 mod tests {
     use super::*;
     use crate::model::CausalLm;
-    use verl_pipe::stage::ModelConfig;
+    use verl_pipe::stage::ModelFactory;
 
     const FOLDER: &str = concat!(
         env!("CARGO_MANIFEST_DIR"),

@@ -49,34 +49,45 @@ pub(super) fn desirable(input: &Batch, loss: &Loss) -> Result<Vec<bool>, StageEr
     Ok(labels)
 }
 
-/// z₀ of KTO for a mini-batch: [`kl_baseline`] of answers to other prompts, scored without gradients by the current
-/// policy and by the reference.
-///
-/// # Errors
-/// A mini-batch of one prompt; errors of the models.
-pub(super) fn baseline(
-    models: &mut Models,
-    (policy, reference): (&str, &str),
-    temperature: f64,
-    (ids, rows): (&[RowId], &[ScoreRow<'_>]),
-) -> Result<f64, StageError> {
-    let mut context = usize::MAX;
-    for name in [policy, reference] {
-        let model = find_model::<PolicyResource>(models, name)?;
-        context = context.min(model.policy.max_tokens());
+/// What z₀ of KTO compares: [`kl_baseline`] of answers to other prompts, scored without gradients by the current policy
+/// and by the reference.
+pub(super) struct Baseline<'a> {
+    /// Name of the policy.
+    pub policy: &'a str,
+    /// Name of the reference.
+    pub reference: &'a str,
+    pub temperature: f64,
+}
+
+impl Baseline<'_> {
+    /// z₀ for a mini-batch.
+    ///
+    /// # Errors
+    /// A mini-batch of one prompt; errors of the models.
+    pub(super) fn of(
+        &self,
+        models: &mut Models,
+        ids: &[RowId],
+        rows: &[ScoreRow<'_>],
+    ) -> Result<f64, StageError> {
+        let mut context = usize::MAX;
+        for name in [self.policy, self.reference] {
+            let model = find_model::<PolicyResource>(models, name)?;
+            context = context.min(model.policy.max_tokens());
+        }
+        let rows = mismatched(rows, context)?;
+        let mut sums = |name: &str| -> Result<Vec<f64>, StageError> {
+            let policy = &find_model::<PolicyResource>(models, name)?.policy;
+            let scores = policy.score(&rows, self.temperature, Extras::default());
+            let scores = scores.map_err(|error| refused_row(error, ids))?.into_iter();
+            Ok(scores
+                .map(|row| row.log_probs.iter().map(|value| f64::from(*value)).sum())
+                .collect())
+        };
+        let (now, frozen) = (sums(self.policy)?, sums(self.reference)?);
+        let ratios: Vec<f64> = now.iter().zip(frozen).map(|(a, b)| a - b).collect();
+        kl_baseline(&ratios).map_err(StageError::failed)
     }
-    let rows = mismatched(rows, context)?;
-    let mut sums = |name: &str| -> Result<Vec<f64>, StageError> {
-        let policy = &find_model::<PolicyResource>(models, name)?.policy;
-        let scores = policy.score(&rows, temperature, Extras::default());
-        let scores = scores.map_err(|error| refused_row(error, ids))?.into_iter();
-        Ok(scores
-            .map(|row| row.log_probs.iter().map(|value| f64::from(*value)).sum())
-            .collect())
-    };
-    let (now, frozen) = (sums(policy)?, sums(reference)?);
-    let ratios: Vec<f64> = now.iter().zip(frozen).map(|(a, b)| a - b).collect();
-    kl_baseline(&ratios).map_err(StageError::failed)
 }
 
 /// Each prompt with the answer of the next row that has another prompt, cut off where the context ends.

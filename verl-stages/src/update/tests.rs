@@ -118,7 +118,7 @@ fn pairs() -> (Models, Batch) {
     };
     let model = crate::model::CausalLm::trained(folder, optimizer);
     let model =
-        verl_pipe::stage::ModelConfig::load(&model, "actor", "cpu", &BuildContext::default());
+        verl_pipe::stage::ModelFactory::load(&model, "actor", "cpu", &BuildContext::default());
     let models = Models::from([("actor".to_owned(), model.expect("a model"))]);
     let ids = [0, 1].map(|row| RowId::prompt(0, row).unwrap());
     let mut batch = Batch::with_rows(&ids).repeat(2).unwrap();

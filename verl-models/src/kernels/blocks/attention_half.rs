@@ -41,7 +41,8 @@ impl<B: BlockGradients> AttentionHalf<B> {
     /// Everything up to the last product.
     fn inside(&self) -> AttentionSaved<B> {
         let block = &self.block;
-        let (normed, scale) = B::rms_norm_saving(self.x.clone(), self.gain.clone(), block.epsilon);
+        let epsilon = block.settings.epsilon;
+        let (normed, scale) = B::rms_norm_saving(self.x.clone(), self.gain.clone(), epsilon);
         let joined_weight = B::joined(self.projections.to_vec());
         let bias = block.biased.then(|| self.bias.clone());
         let joined = B::product_and_bias(normed.clone(), joined_weight.clone(), bias);
@@ -81,7 +82,7 @@ impl<B: BlockGradients> AttentionHalf<B> {
         } else {
             vec![None; 3]
         };
-        let epsilon = block.epsilon;
+        let epsilon = block.settings.epsilon;
         let [dx, d_gain] = each(wanted[..2].contains(&true).then(|| {
             let d_normed = B::product_with_columns(d_joined, joined_weight);
             B::rms_norm_backward_past(self.x, self.gain, epsilon, scale, d_normed, gradient)

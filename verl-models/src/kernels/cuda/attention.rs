@@ -1,5 +1,10 @@
 //! Launches of `rope.cu` and `attention_train.cu`.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Cube, TensorMetadata};
 use burn::tensor::{DType, Slice};
@@ -90,67 +95,75 @@ impl Call {
 
     /// Rotated queries and keys, and values, of a joined projection.
     pub fn split(&self, joined: &CubeTensor, [cos, sin]: [&CubeTensor; 2]) -> [CubeTensor; 3] {
-        let (tokens, width, key_width) = (self.tokens(), self.query_width(), self.key_width());
+        let (tokens, width, key_width) = (
+            self.tokens(),
+            self.shape.heads.query_width(),
+            self.shape.heads.key_width(),
+        );
         let queries = empty(joined, [tokens, width], self.dtype);
         let keys = empty(joined, [tokens, key_width], self.dtype);
         let values = empty(joined, [tokens, key_width], self.dtype);
-        self.kernel(&ROPE, "rope_split", ROPE_THREADS).launch(
-            &joined.client,
-            self.rope_grid(),
-            &[
-                &joined.handle,
-                &self.positions,
-                &cos.handle,
-                &sin.handle,
-                &queries.handle,
-                &keys.handle,
-                &values.handle,
-            ],
-            vec![tokens as u64, 1],
-        );
+        // SAFETY: the projection and the new tensors have a row for each token of the call, and a token's position
+        // is below the number of rows of the tables.
+        unsafe {
+            self.kernel(&ROPE, "rope_split", ROPE_THREADS).launch(
+                &joined.client,
+                self.rope_grid(),
+                &[
+                    &joined.handle,
+                    &self.positions,
+                    &cos.handle,
+                    &sin.handle,
+                    &queries.handle,
+                    &keys.handle,
+                    &values.handle,
+                ],
+                vec![tokens as u64, 1],
+            );
+        }
         [queries, keys, values]
     }
 
     /// Mixed heads, and the logarithm of the sum of each softmax.
     pub fn attend(&self, [queries, keys, values]: [&CubeTensor; 3]) -> (CubeTensor, CubeTensor) {
-        let output = empty(queries, [self.tokens(), self.query_width()], self.dtype);
-        let log_sums = empty(queries, [self.shape.query_heads, self.tokens()], DType::F32);
-        self.kernel(&ATTENTION, "attention_forward", THREADS)
-            .launch(
-                &queries.client,
-                self.grid(self.shape.query_heads),
-                &[
-                    &queries.handle,
-                    &keys.handle,
-                    &values.handle,
-                    &self.starts,
-                    &output.handle,
-                    &log_sums.handle,
-                ],
-                self.scalars(1),
-            );
+        let output = empty(
+            queries,
+            [self.tokens(), self.shape.heads.query_width()],
+            self.dtype,
+        );
+        let log_sums = empty(queries, [self.shape.heads.query, self.tokens()], DType::F32);
+        // SAFETY: the operands are those of `split`, and the new tensors have as many rows; `starts` ends with the
+        // number of tokens, and the grid covers the longest sequence.
+        unsafe {
+            self.kernel(&ATTENTION, "attention_forward", THREADS)
+                .launch(
+                    &queries.client,
+                    self.grid(self.shape.heads.query),
+                    &[
+                        &queries.handle,
+                        &keys.handle,
+                        &values.handle,
+                        &self.starts,
+                        &output.handle,
+                        &log_sums.handle,
+                    ],
+                    self.scalars(1),
+                );
+        }
         (output, log_sums)
-    }
-
-    fn query_width(&self) -> usize {
-        self.shape.query_heads * self.shape.head_dim
-    }
-
-    fn key_width(&self) -> usize {
-        self.shape.key_heads * self.shape.head_dim
     }
 
     fn kernel(&self, source: &'static Source, entry: &'static str, threads: u32) -> CudaKernel {
         CudaKernel::new(source, entry, threads)
             .define("ELEMENT", short_element(self.dtype))
-            .define("HEAD_DIM", self.shape.head_dim)
-            .define("QUERY_HEADS", self.shape.query_heads)
-            .define("KEY_HEADS", self.shape.key_heads)
+            .define("HEAD_DIM", self.shape.heads.dim)
+            .define("QUERY_HEADS", self.shape.heads.query)
+            .define("KEY_HEADS", self.shape.heads.key_value)
     }
 
     /// Blocks of a kernel of `rope.cu`.
     fn rope_grid(&self) -> [u32; 3] {
-        let half = self.shape.head_dim / 2;
+        let half = self.shape.heads.dim / 2;
         let wide = if self.dtype == DType::F32 { 4 } else { 8 };
         let vector = if half.is_multiple_of(wide) { wide } else { 1 };
         let threads = self.tokens() * SHARE * half / vector;
@@ -163,21 +176,16 @@ impl Call {
     }
 
     fn scalars(&self, splits: usize) -> Vec<u64> {
-        let scale = 1.0 / (self.shape.head_dim as f64).sqrt();
+        let scale = 1.0 / (self.shape.heads.dim as f64).sqrt();
         vec![scale.to_bits(), self.tokens() as u64, 0, splits as u64]
     }
 
     /// Parts into which a group's query heads are divided: the fewest for which the longest block does about a
     /// multiprocessor's share.
     fn splits(&self) -> usize {
-        let AttentionShape {
-            tokens,
-            query_heads,
-            key_heads,
-            ..
-        } = self.shape;
-        let group = query_heads / key_heads;
-        let pairs = (query_heads * self.pairs) as f64;
+        let AttentionShape { tokens, heads, .. } = self.shape;
+        let group = heads.group();
+        let pairs = (heads.query * self.pairs) as f64;
         let share = 1.2 * pairs / (256.0 * PROCESSORS);
         let small = |splits: &usize| (group.div_ceil(*splits) * tokens) as f64 <= share;
         (1..=group).find(small).unwrap_or(group)
@@ -202,62 +210,76 @@ impl Call {
             unreachable!("the forward pass saves seven tensors");
         };
         let gradient = dense(cast(gradient, self.dtype));
-        let (tokens, width, key_width) = (self.tokens(), self.query_width(), self.key_width());
+        let (tokens, width, key_width) = (
+            self.tokens(),
+            self.shape.heads.query_width(),
+            self.shape.heads.key_width(),
+        );
         let client = &queries.client;
         let d_queries = empty(queries, [tokens, width], self.dtype);
-        let delta = empty(queries, [self.shape.query_heads, tokens], DType::F32);
-        self.kernel(&ATTENTION, "attention_backward_q", THREADS)
-            .launch(
-                client,
-                self.grid(self.shape.query_heads),
-                &[
-                    &queries.handle,
-                    &keys.handle,
-                    &values.handle,
-                    &self.starts,
-                    &output.handle,
-                    &gradient.handle,
-                    &log_sums.handle,
-                    &d_queries.handle,
-                    &delta.handle,
-                ],
-                self.scalars(1),
-            );
+        let delta = empty(queries, [self.shape.heads.query, tokens], DType::F32);
+        // SAFETY: the saved tensors are those of `split` and `attend`, the gradient has the shape of their output,
+        // and the new tensors have as many rows; the grid is that of `attend`.
+        unsafe {
+            self.kernel(&ATTENTION, "attention_backward_q", THREADS)
+                .launch(
+                    client,
+                    self.grid(self.shape.heads.query),
+                    &[
+                        &queries.handle,
+                        &keys.handle,
+                        &values.handle,
+                        &self.starts,
+                        &output.handle,
+                        &gradient.handle,
+                        &log_sums.handle,
+                        &d_queries.handle,
+                        &delta.handle,
+                    ],
+                    self.scalars(1),
+                );
+        }
         let splits = self.splits();
         let parts = || empty(queries, [splits, tokens, key_width], DType::F32);
         let (d_keys, d_values) = (parts(), parts());
-        self.kernel(&ATTENTION, "attention_backward_kv", THREADS)
-            .launch(
+        // SAFETY: as above; the parts of the gradients have `splits` matrices, and so many blocks share a key head.
+        unsafe {
+            self.kernel(&ATTENTION, "attention_backward_kv", THREADS)
+                .launch(
+                    client,
+                    self.grid(self.shape.heads.key_value * splits),
+                    &[
+                        &queries.handle,
+                        &keys.handle,
+                        &values.handle,
+                        &self.starts,
+                        &gradient.handle,
+                        &log_sums.handle,
+                        &delta.handle,
+                        &d_keys.handle,
+                        &d_values.handle,
+                    ],
+                    self.scalars(splits),
+                );
+        }
+        let joined = empty(queries, [tokens, width + 2 * key_width], self.dtype);
+        // SAFETY: as in `split`; the parts are those written before.
+        unsafe {
+            self.kernel(&ROPE, "rope_backward", ROPE_THREADS).launch(
                 client,
-                self.grid(self.shape.key_heads * splits),
+                self.rope_grid(),
                 &[
-                    &queries.handle,
-                    &keys.handle,
-                    &values.handle,
-                    &self.starts,
-                    &gradient.handle,
-                    &log_sums.handle,
-                    &delta.handle,
+                    &d_queries.handle,
                     &d_keys.handle,
                     &d_values.handle,
+                    &self.positions,
+                    &cos.handle,
+                    &sin.handle,
+                    &joined.handle,
                 ],
-                self.scalars(splits),
+                vec![tokens as u64, splits as u64],
             );
-        let joined = empty(queries, [tokens, width + 2 * key_width], self.dtype);
-        self.kernel(&ROPE, "rope_backward", ROPE_THREADS).launch(
-            client,
-            self.rope_grid(),
-            &[
-                &d_queries.handle,
-                &d_keys.handle,
-                &d_values.handle,
-                &self.positions,
-                &cos.handle,
-                &sin.handle,
-                &joined.handle,
-            ],
-            vec![tokens as u64, splits as u64],
-        );
+        }
         joined
     }
 }
@@ -284,7 +306,8 @@ pub(crate) fn backward(
     gradient: CubeTensor,
 ) -> [CubeTensor; 3] {
     let call = Call::new(shape, &saved[0]);
-    let (width, key_width) = (call.query_width(), call.key_width());
+    let heads = call.shape.heads;
+    let (width, key_width) = (heads.query_width(), heads.key_width());
     let joined = call.backward(saved, gradient);
     [
         0..width,

@@ -1,22 +1,21 @@
 // Attention of one new token of each row over a cache of keys and values in blocks, and the kernels that fill the cache.
 //
-//   attention_decode       out_h = softmax(scale q_h.k_j) v_j over the `lengths[row]` cached tokens
 //   attention_decode_step  from the new token's projection: adds a bias, norms heads (both if the model has them),
 //                          rotates queries and key to position lengths[row], appends key and value there, then attends
-//                          to the lengths[row] + 1 tokens
+//                          to the lengths[row] + 1 tokens: out_h = softmax(scale q_h.k_j) v_j
 //   kv_store               writes keys and values of packed tokens to their slots (after a prompt's forward pass)
 //   kv_copy_blocks         copies blocks, before a row writes into a block that it shares with others
 //
-// A row is not live if its length is negative (attention_decode: or 0), or if its tokens do not fit in its table: its
-// output is zeros, and neither its table nor the cache is read or written. A step may begin a row, at length 0.
+// A row is not live if its length is negative, or if its tokens do not fit in its table: its output is zeros, and neither
+// its table nor the cache is read or written. A step may begin a row, at length 0.
 // The contents of the cache beyond a row's length are never used and may be anything.
 //
 // Shapes: k_cache, v_cache [blocks, K, 64, Dh]; table [rows, max_blocks] i32: block of tokens 64 i .. 64 i + 63;
-//   lengths [rows] i32; q, out [rows, H*Dh]; qkv [rows, (H+2K)*Dh]; bias [(H+2K)*Dh]; q_norm, k_norm [Dh];
+//   lengths [rows] i32; out [rows, H*Dh]; qkv [rows, (H+2K)*Dh]; bias [(H+2K)*Dh]; q_norm, k_norm [Dh];
 //   cos, sin [positions, Dh] f32 (signed sines, see rope.cu); slots [tokens] i32: block * 64 + offset, negative: not
 //   stored; pairs [pairs, 2] i32: from, to; a negative pair is skipped. All tensors of elements aligned to 16 bytes.
 //
-// Launches: attention_decode, attention_decode_step: grid (K * HEAD_TILES, rows, CLUSTER), block 128, where
+// Launches: attention_decode_step: grid (K * HEAD_TILES, rows, CLUSTER), block 128, where
 //   HEAD_TILES = ceil((H/K) / TILE_HEADS), TILE_HEADS = min(H/K, 16) (8 for f32 and for Dh over 128 or not a multiple
 //   of 16).
 //   CLUSTER (1, 2, 4 or 8) blocks share the tokens of a row. A row's bits depend on CLUSTER, not on the other rows.
@@ -216,7 +215,7 @@ __device__ __forceinline__ void store(T* to, const float (&x)[W]) {
     *reinterpret_cast<Neighbours<T>*>(to) = all;
 }
 
-// Buffers that only the step has.
+// Buffers from which queries and the new key and value are made.
 struct Step {
 #if QKV_PIECES
     const float* qkv;
@@ -703,13 +702,13 @@ __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("gridd
 // A group's part of a row, from the first fetch to its mixture in `shared`, or the output if no other group shares the
 // row. `ready` waits for the step's inputs and for the output's last reader; lengths, table and cached tokens are read
 // before it. False if the row is not live: then its output is zeros.
-template <bool STEP, class Ready>
-__device__ __forceinline__ bool attend(Shared& shared, const Work& work, const T* q, const Step& step, T* k_cache, T* v_cache,
+template <class Ready>
+__device__ __forceinline__ bool attend(Shared& shared, const Work& work, const Step& step, T* k_cache, T* v_cache,
                                        const int* table, T* out, const Scalars& s, const Ready& ready) {
     const int head_tile = work.first_head % HEAD_GROUP / TILE_HEADS;
     const int* blocks = table + work.row * s.max_blocks;
     // The same for all groups that share the row.
-    if (work.tokens < (STEP ? 0 : 1) || work.tokens + (STEP ? 1 : 0) > s.max_blocks * BLOCK) {
+    if (work.tokens < 0 || work.tokens + 1 > s.max_blocks * BLOCK) {
         ready();
         if (work.rank == 0) {
 #pragma unroll 1
@@ -720,7 +719,7 @@ __device__ __forceinline__ bool attend(Shared& shared, const Work& work, const T
     const float scale = (float)s.scale * LOG2E;
     Preparation preparation;
     // Before the copies, which take time.
-    if (STEP) preparation.begin(work, step, work.tokens);
+    preparation.begin(work, step, work.tokens);
 
 #if PLAIN
     const Stream stream = {k_cache, v_cache, blocks};
@@ -732,13 +731,7 @@ __device__ __forceinline__ bool attend(Shared& shared, const Work& work, const T
     stream.fetch_values(work, first_token, first_block);
 #endif
     ready();
-    if (STEP) {
-        preparation.finish(shared, work, step, (float)s.epsilon);
-    } else {
-        const long long first = ((long long)work.row * QUERY_HEADS + work.first_head) * HEAD_DIM;
-        for (int i = THREAD; i < work.heads * HEAD_DIM; i += THREADS)
-            shared.queries[i / HEAD_DIM * QUERY_STRIDE + i % HEAD_DIM] = q[first + i];
-    }
+    preparation.finish(shared, work, step, (float)s.epsilon);
     MEET();
     if (work.appends) score_new_token(shared, work, scale);
     stream.run(shared, work, scale);
@@ -756,8 +749,8 @@ __device__ __forceinline__ bool attend(Shared& shared, const Work& work, const T
 }
 
 // The `tile`-th part of the heads of a row, over all key heads.
-__device__ __forceinline__ Work work_of(int row, int tile, int rank, int sharing, bool appends, const int* lengths,
-                                        const int* table, long long max_blocks) {
+__device__ __forceinline__ Work work_of(int row, int tile, int rank, int sharing, const int* lengths, const int* table,
+                                        long long max_blocks) {
     Work work;
     work.row = row;
     work.key_head = tile / HEAD_TILES;
@@ -766,7 +759,7 @@ __device__ __forceinline__ Work work_of(int row, int tile, int rank, int sharing
     work.tokens = lengths[row];
     work.rank = rank;
     work.sharing = sharing;
-    work.appends = appends && rank == 0;
+    work.appends = rank == 0;
     // Read in parallel with the length.
     const int at = (work.first_token() + THREAD % 32 * work.tokens_between()) / BLOCK;
     work.block = at < max_blocks ? table[row * max_blocks + at] : 0;
@@ -778,25 +771,18 @@ __device__ __forceinline__ long long output_of(const Work& work) {
 
 #if !GROUPS
 
-template <bool STEP>
-__device__ __forceinline__ void attend_block(const T* q, const Step& step, T* k_cache, T* v_cache, const int* table,
-                                             const int* lengths, T* out, const Scalars& s) {
+__device__ __forceinline__ void attend_block(const Step& step, T* k_cache, T* v_cache, const int* table, const int* lengths,
+                                             T* out, const Scalars& s) {
     __shared__ Shared shared;
     allow_next_kernel();
     if (!CACHE_EARLY) wait_for_previous_kernel();
-    const Work work = work_of(blockIdx.y, blockIdx.x, blockIdx.z, CLUSTER, STEP, lengths, table, s.max_blocks);
+    const Work work = work_of(blockIdx.y, blockIdx.x, blockIdx.z, CLUSTER, lengths, table, s.max_blocks);
     out += output_of(work);
     const auto ready = [] {
         if (CACHE_EARLY) wait_for_previous_kernel();
     };
-    const bool live = attend<STEP>(shared, work, q, step, k_cache, v_cache, table, out, s, ready);
+    const bool live = attend(shared, work, step, k_cache, v_cache, table, out, s, ready);
     if (CLUSTER > 1 && live) merge_blocks(shared, work, out);
-}
-
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
-attention_decode(const T* q, T* k_cache, T* v_cache, const int* table, const int* lengths, T* out,
-                 const __grid_constant__ Scalars s) {
-    attend_block<false>(q, Step(), k_cache, v_cache, table, lengths, out, s);
 }
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
@@ -804,7 +790,7 @@ attention_decode_step(const T* qkv, const T* bias, const T* q_norm, const T* k_n
                       T* k_cache, T* v_cache, const int* table, const int* lengths, T* out,
                       const __grid_constant__ Scalars s) {
     const Step step = {qkv, bias, q_norm, k_norm, cos, sin};
-    attend_block<true>(nullptr, step, k_cache, v_cache, table, lengths, out, s);
+    attend_block(step, k_cache, v_cache, table, lengths, out, s);
 }
 
 #endif

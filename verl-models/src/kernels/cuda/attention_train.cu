@@ -9,14 +9,13 @@
 // starts[b] .. starts[b+1]. A padded batch is the case of equal lengths. Tokens outside all sequences are not written.
 //
 // Shapes: q, out, d_out, dq [tokens, H*Dh]; k, v [tokens, K*Dh]; starts [sequences+1] i32; lse, delta [H, tokens] f32;
-//   dk_parts, dv_parts [splits, tokens, K*Dh] f32; dk, dv [tokens, K*Dh]. All but starts, lse, delta aligned to 16 bytes.
+//   dk_parts, dv_parts [splits, tokens, K*Dh] f32. All but starts, lse, delta aligned to 16 bytes.
 //
 // Kernels, in the order in which they are launched; ROWS = 64, `longest` = the longest sequence:
 //   attention_forward        grid (H, sequences, ceil(longest/ROWS)), block 128: out, lse
 //   attention_backward_q     the same grid and block:                            dq, delta
 //   attention_backward_kv    grid (K*splits, sequences, ceil(longest/ROWS)), block 128: dk_parts, dv_parts
-//   attention_sum_splits     grid ceil(tokens*K*Dh/(256*SUMMED)), block 256, SUMMED = 4 if that divides
-//                            K*Dh, else 1: dk, dv (rope_backward sums by itself)
+// The parts are added by their reader (rope_backward).
 // `splits` (1 .. H/K) divides the query heads of a group between blocks. Best is the smallest for which the longest
 // block does about a multiprocessor's share:  ceil(H/K/splits) * longest <= 1.2 * H * sum of length^2 / (256 *
 // multiprocessors).
@@ -713,34 +712,3 @@ attention_backward_kv(const T* q, const T* k, const T* v, const int* starts, con
 }
 
 #endif
-
-// Adjacent values of a thread.
-#define SUMMED (KEY_WIDTH % 4 == 0 ? 4 : 1)
-
-struct alignas(SUMMED * 4) Values {
-    float x[SUMMED];
-};
-struct alignas(SUMMED * sizeof(T)) Elements {
-    T x[SUMMED];
-};
-__device__ __forceinline__ Elements sum_parts(const float* parts, long long size, long long splits) {
-    Values sum = *reinterpret_cast<const Values*>(parts);
-    for (long long split = 1; split < splits; split++) {
-        const Values part = *reinterpret_cast<const Values*>(parts + split * size);
-#pragma unroll
-        for (int i = 0; i < SUMMED; i++) sum.x[i] += part.x[i];
-    }
-    Elements elements;
-#pragma unroll
-    for (int i = 0; i < SUMMED; i++) elements.x[i] = (T)sum.x[i];
-    return elements;
-}
-
-// dk = sum of the splits, in order; likewise dv.
-extern "C" __global__ void __launch_bounds__(256)
-attention_sum_splits(const float* dk_parts, const float* dv_parts, T* dk, T* dv, const __grid_constant__ Scalars s) {
-    const long long size = s.tokens * KEY_WIDTH, at = ((long long)blockIdx.x * 256 + threadIdx.x) * SUMMED;
-    if (at >= size) return;
-    *reinterpret_cast<Elements*>(dk + at) = sum_parts(dk_parts + at, size, s.splits);
-    *reinterpret_cast<Elements*>(dv + at) = sum_parts(dv_parts + at, size, s.splits);
-}

@@ -1,5 +1,10 @@
 //! Launches of `columns.cu`.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
 
@@ -29,17 +34,23 @@ pub(crate) fn sums(x: CubeTensor) -> CubeTensor {
             .define("WIDTH", width)
     };
     let groups = width.div_ceil(32 * access(dtype, width));
-    kernel("column_parts").launch(
-        &x.client,
-        [groups as u32, stripes as u32, 1],
-        &[&x.handle, &parts.handle],
-        vec![rows as u64],
-    );
-    kernel("column_sums").launch(
-        &x.client,
-        [width.div_ceil(THREADS) as u32, 1, 1],
-        &[&parts.handle, &y.handle],
-        vec![stripes as u64],
-    );
+    // SAFETY: `x` is dense, `parts` has a row for each stripe, and WIDTH and the grid are those of these shapes.
+    unsafe {
+        kernel("column_parts").launch(
+            &x.client,
+            [groups as u32, stripes as u32, 1],
+            &[&x.handle, &parts.handle],
+            vec![rows as u64],
+        );
+    }
+    // SAFETY: `parts` has `stripes` rows of WIDTH numbers, and `y` one.
+    unsafe {
+        kernel("column_sums").launch(
+            &x.client,
+            [width.div_ceil(THREADS) as u32, 1, 1],
+            &[&parts.handle, &y.handle],
+            vec![stripes as u64],
+        );
+    }
     y
 }

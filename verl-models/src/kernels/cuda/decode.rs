@@ -149,8 +149,8 @@ pub(crate) fn supports(decoder: &Decoder) -> bool {
     let config = &decoder.config;
     let widths = [
         config.hidden_size,
-        config.heads.query * config.heads.dim,
-        config.heads.key_value * config.heads.dim,
+        config.heads.query_width(),
+        config.heads.key_width(),
         config.intermediate_size,
         config.vocab_size,
     ];
@@ -294,8 +294,8 @@ impl Buffers {
             x: matrix(config.hidden_size),
             normed: matrix(config.hidden_size),
             scale: empty(like, [rows], DType::F32),
-            qkv: matrix((heads.query + 2 * heads.key_value) * heads.dim),
-            mixed: matrix(heads.query * heads.dim),
+            qkv: matrix(heads.joined_width()),
+            mixed: matrix(heads.query_width()),
             wide: (dtype == DType::F32).then(|| matrix(2 * config.intermediate_size)),
             inner: matrix(config.intermediate_size),
             logits: matrix(config.vocab_size),

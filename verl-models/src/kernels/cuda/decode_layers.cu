@@ -675,7 +675,7 @@ decode_layers(const __grid_constant__ TensorMap map_normed, const __grid_constan
     const auto work_of_item = [&](int item) {
       const int unit = item % (rows * TILES_OF_HEADS), row = unit / TILES_OF_HEADS;
       const int sharing = sharing_of(lengths[row]), part = item / (rows * TILES_OF_HEADS);
-      return work_of(row, unit % TILES_OF_HEADS, part, sharing, true, lengths, table, s.attention.max_blocks);
+      return work_of(row, unit % TILES_OF_HEADS, part, sharing, lengths, table, s.attention.max_blocks);
     };
     Work own_work = {};
     if (own_item < items) own_work = work_of_item(own_item);
@@ -717,7 +717,7 @@ decode_layers(const __grid_constant__ TensorMap map_normed, const __grid_constan
         const Work work = item == own_item ? own_work : work_of_item(item);
         if (work.rank >= work.sharing) continue;
         bf16* out = mixed + output_of(work);
-        const bool live = attend<true>(shared, work, nullptr, step, layer.keys, layer.values, table, out, s.attention, opened);
+        const bool live = attend(shared, work, step, layer.keys, layer.values, table, out, s.attention, opened);
         const int unit = item % (rows * TILES_OF_HEADS);
         if (ATTENTION_PARTS > 1 && live && work.sharing > 1)
           merge_parts(shared, work, parts + (long long)unit * ATTENTION_PARTS * PART, counts + 32 + unit, is_last + group, out);

@@ -5,6 +5,11 @@
 //! its [`KernelId`], which covers text, definitions and entry. The compiler gets the entry without the other kernels of
 //! its file ([`kernel_text`](crate::kernel_text)).
 
+#![expect(
+    unsafe_code,
+    reason = "a kernel can write anywhere on the device, so its launch is unsafe"
+)]
+
 use cubecl::ir::settings::Dim3;
 use cubecl::ir::{UIntKind, metadata::Info};
 use cubecl::prelude::{
@@ -90,15 +95,36 @@ impl CudaKernel {
 
     /// Launches `grid` blocks. The kernel's parameters are the buffers, in order, and then the `scalars`, if any, as
     /// one struct of 8-byte fields.
-    pub fn launch(self, client: &Client, grid: [u32; 3], buffers: &[&Handle], scalars: Vec<u64>) {
+    ///
+    /// # Safety
+    /// Nothing checks the arguments: a kernel that gets others than it expects reads and writes anywhere in the device's
+    /// memory, or never ends. The beginning of its `.cu` file states what it expects. For the entry, the caller must
+    /// ensure that
+    /// - `buffers` are those of its parameters, all of them and in their order, on the device of `client`;
+    /// - each has at least the elements of the stated shape, of the stated type and alignment, and nobody else uses what
+    ///   the kernel writes;
+    /// - indices that it reads from buffers lie in the stated range;
+    /// - the definitions and the fields of `scalars` are those of these shapes, all fields and in their order;
+    /// - `grid` and the number of threads are as stated.
+    pub unsafe fn launch(
+        self,
+        client: &Client,
+        grid: [u32; 3],
+        buffers: &[&Handle],
+        scalars: Vec<u64>,
+    ) {
         let buffers = buffers
             .iter()
             .map(|&handle| KernelResource::Buffer(handle.clone().binding()));
-        self.launch_resources(client, grid, buffers.collect(), scalars);
+        // SAFETY: the caller ensures the same.
+        unsafe { self.launch_resources(client, grid, buffers.collect(), scalars) };
     }
 
     /// Like [`CudaKernel::launch`], with tensor maps among the parameters.
-    pub fn launch_resources(
+    ///
+    /// # Safety
+    /// As for [`CudaKernel::launch`]; a tensor map has the stated box and swizzle.
+    pub unsafe fn launch_resources(
         self,
         client: &Client,
         grid: [u32; 3],

@@ -1,5 +1,10 @@
 //! Launches of `mlp.cu`.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
 
@@ -12,34 +17,48 @@ const THREADS: usize = 256;
 /// Enough blocks to fill any GPU several times; they stride over the rest.
 const MAX_BLOCKS: usize = 1 << 14;
 
-fn launch(entry: &'static str, like: &CubeTensor, tensors: &[&CubeTensor]) {
+/// Launches a kernel on `tensors`, in the order of its parameters.
+///
+/// # Safety
+/// The tensors are those that the kernel expects, dense and of the element type of `like`, which is one of them: `[rows,
+/// I]`, or `[rows, 2I]` where gates and ups are joined.
+unsafe fn launch(entry: &'static str, like: &CubeTensor, tensors: &[&CubeTensor]) {
     let [rows, inner] = like.shape().dims();
     let dtype: DType = like.dtype();
     let pieces = rows * inner / access(dtype, inner);
     let grid = pieces.div_ceil(THREADS).clamp(1, MAX_BLOCKS);
     let handles: Vec<_> = tensors.iter().map(|tensor| &tensor.handle).collect();
-    CudaKernel::new(&SOURCE, entry, THREADS as u32)
-        .define("ELEMENT", element(dtype))
-        .define("INNER", inner)
-        .launch(
-            &like.client,
-            [grid as u32, 1, 1],
-            &handles,
-            vec![rows as u64],
-        );
+    // SAFETY: the caller provides the kernel's tensors; INNER, rows and the grid are those of their shape.
+    unsafe {
+        CudaKernel::new(&SOURCE, entry, THREADS as u32)
+            .define("ELEMENT", element(dtype))
+            .define("INNER", inner)
+            .launch(
+                &like.client,
+                [grid as u32, 1, 1],
+                &handles,
+                vec![rows as u64],
+            );
+    }
 }
 
 /// silu(gate) · up.
 pub(crate) fn forward(gate: CubeTensor, up: CubeTensor) -> CubeTensor {
     let (gate, up) = (dense(gate), dense(up));
     let y = empty(&gate, gate.shape(), gate.dtype());
-    launch("swiglu", &gate, &[&gate, &up, &y]);
+    // SAFETY: burn has checked that gates and ups have the same shape, which is that of `y`.
+    unsafe {
+        launch("swiglu", &gate, &[&gate, &up, &y]);
+    }
     y
 }
 
 /// silu(gate) · up of `[rows, 2I]`, gates first, into `[rows, I]`.
 pub(crate) fn joined_into(gate_up: &CubeTensor, y: &CubeTensor) {
-    launch("swiglu_fused", y, &[gate_up, y]);
+    // SAFETY: `gate_up` has twice the columns of `y`, as the callers state.
+    unsafe {
+        launch("swiglu_fused", y, &[gate_up, y]);
+    }
 }
 
 /// [`joined_into`] a new buffer.
@@ -61,7 +80,11 @@ pub(crate) fn joined_backward(gate_up: CubeTensor, gradient: CubeTensor) -> Cube
         empty(&gate_up, gate_up.shape(), gate_up.dtype())
     };
     let tensors = [&gate_up, &gradient, &target];
-    launch("swiglu_fused_backward", &gradient, &tensors);
+    // SAFETY: the gradient is that of half of the columns of `gate_up`, whose shape `target` has; the kernel may
+    // write in place.
+    unsafe {
+        launch("swiglu_fused_backward", &gradient, &tensors);
+    }
     target
 }
 
@@ -72,6 +95,9 @@ pub(crate) fn backward(gate: CubeTensor, up: CubeTensor, gradient: CubeTensor) -
     let d_gate = empty(&gate, gate.shape(), gate.dtype());
     let d_up = empty(&gate, gate.shape(), gate.dtype());
     let tensors = [&gate, &up, &gradient, &d_gate, &d_up];
-    launch("swiglu_backward", &gate, &tensors);
+    // SAFETY: gates, ups, their gradients and that of the result have the same shape.
+    unsafe {
+        launch("swiglu_backward", &gate, &tensors);
+    }
     [d_gate, d_up]
 }

@@ -1,18 +1,18 @@
-// Root-mean-square norm, with the residual addition before it, and its backward pass.
+// Root-mean-square norm and its backward pass.
 //
-//   h = x (+ r);  s = 1 / sqrt(mean(h²) + ε);  y = w · (h · s)
-//   with q = g · w:  dh = s q − h s³ mean(q h) (+ the gradient that reaches h around the norm);  dw = Σ_rows g h s
+//   s = 1 / sqrt(mean(x²) + ε);  y = w · (x · s)
+//   with q = g · w:  dx = s q − x s³ mean(q x) (+ the gradient that reaches x around the norm);  dw = Σ_rows g x s
 //
-// h and h · s are rounded to the element's type, as a separate addition and norm would round them.
+// x · s is rounded to the element's type, as a separate norm would round it.
 //
-// Shapes: x, r, h, y, g, dh: [rows, WIDTH]; w: [WIDTH]; rstd (s): [rows] f32; partial: [grid, WIDTH] f32; dw: [WIDTH] f32.
+// Shapes: x, y, g, dx: [rows, WIDTH]; w: [WIDTH]; rstd (s): [rows] f32; partial: [grid, WIDTH] f32; dw: [WIDTH] f32.
 // Launch: block 256. Forward: grid ceil(rows / NORM_ROWS). Backward: grid min(ceil(rows / NORM_ROWS), 2 · SMs) and the
 // same number as `blocks` of rms_norm_weight_gradient (block 1024, grid ceil(WIDTH / 32)).
 // NORM_ROWS = 256 / LANES, where LANES is the least power of two with LANES ≥ min(32, accesses of a row) and at most 32
 // values a lane: 8 rows for WIDTH 256 (bf16) to 1024.
-// Bytes a row: forward (2 or 4) · WIDTH elements, backward (3 or 4) · WIDTH, all read or written once.
-// Limits: WIDTH ≤ 8192; buffers aligned to 16 bytes where WIDTH is a multiple of VEC. h may be x or r, dh may be g or
-// the residual's gradient.
+// Bytes a row: forward 2 · WIDTH elements, backward (3 or 4) · WIDTH, all read or written once.
+// Limits: WIDTH ≤ 8192; buffers aligned to 16 bytes where WIDTH is a multiple of VEC. dx may be g or the other
+// gradient.
 
 #ifndef WIDTH
 #define WIDTH 896
@@ -62,9 +62,7 @@ struct Wide {
     uint4 bits;
 
     __device__ __forceinline__ void load(const elem* from) { bits = *reinterpret_cast<const uint4*>(from); }
-    __device__ __forceinline__ void store(elem* to) const { *reinterpret_cast<uint4*>(to) = bits; }
     __device__ __forceinline__ void get(float (&x)[VEC]) const { unpack(bits, x); }
-    __device__ __forceinline__ void set(const float (&x)[VEC]) { bits = packed(x); }
     __device__ __forceinline__ void clear() { bits = make_uint4(0, 0, 0, 0); }
 };
 
@@ -72,9 +70,7 @@ struct Single {
     elem value;
 
     __device__ __forceinline__ void load(const elem* from) { value = *from; }
-    __device__ __forceinline__ void store(elem* to) const { *to = value; }
     __device__ __forceinline__ void get(float (&x)[1]) const { x[0] = to_float(value); }
-    __device__ __forceinline__ void set(const float (&x)[1]) { assign(value, x[0]); }
     __device__ __forceinline__ void clear() { assign(value, 0.0f); }
 };
 
@@ -99,30 +95,18 @@ __device__ __forceinline__ void load_row(const elem* row, bool live, Piece (&own
     }
 }
 
-template <bool ADDS>
-__device__ __forceinline__ void forward(const elem* x, const elem* r, const elem* weight, elem* h, elem* y,
-                                        float* rstd, const NormScalars& s) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    rms_norm(const elem* x, const elem* weight, elem* y, float* rstd, const __grid_constant__ NormScalars s) {
     for (u64 base = u64(blockIdx.x) * ROWS; base < s.rows; base += u64(gridDim.x) * ROWS) {
         const u64 row = base + threadIdx.x / LANES;
         const bool live = row < s.rows;
-        Piece own[STEPS], other[ADDS ? STEPS : 1];
+        Piece own[STEPS];
         load_row(x + row * WIDTH, live, own);
-        if constexpr (ADDS) load_row(r + row * WIDTH, live, other);
         float squares = 0.0f;
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            const int piece = step * LANES + threadIdx.x % LANES;
             float value[W];
             own[step].get(value);
-            if constexpr (ADDS) {
-                float more[W];
-                other[step].get(more);
-#pragma unroll
-                for (int i = 0; i < W; i++) value[i] += more[i];
-                own[step].set(value);
-                own[step].get(value);
-                if (live && piece < PIECES) own[step].store(h + row * WIDTH + piece * W);
-            }
 #pragma unroll
             for (int i = 0; i < W; i++) squares = fmaf(value[i], value[i], squares);
         }
@@ -140,17 +124,6 @@ __device__ __forceinline__ void forward(const elem* x, const elem* r, const elem
         }
         if (live && threadIdx.x % LANES == 0) rstd[row] = scale;
     }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    rms_norm(const elem* x, const elem* weight, elem* y, float* rstd, const __grid_constant__ NormScalars s) {
-    forward<false>(x, nullptr, weight, nullptr, y, rstd, s);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    rms_norm_add(const elem* x, const elem* r, const elem* weight, elem* h, elem* y, float* rstd,
-                 const __grid_constant__ NormScalars s) {
-    forward<true>(x, r, weight, h, y, rstd, s);
 }
 
 // Adds up the blocks' rows of dw in registers, then those of a block through shared memory, row group by row group.

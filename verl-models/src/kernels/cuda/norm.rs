@@ -1,5 +1,10 @@
 //! Launches of `norm.cu`.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
 
@@ -50,12 +55,16 @@ pub(crate) fn forward_into(
     let dtype = x.dtype();
     let [rows, width] = x.shape().dims();
     let grid = rows.div_ceil(rows_of_block(dtype, width)).max(1);
-    kernel("rms_norm", dtype, width, THREADS).launch(
-        &x.client,
-        [grid as u32, 1, 1],
-        &[&x.handle, &weight.handle, &y.handle, &scale.handle],
-        vec![rows as u64, epsilon.to_bits()],
-    );
+    // SAFETY: `y` has the shape of `x`, `weight` a number for each column and `scale` one for each row, as the
+    // callers state.
+    unsafe {
+        kernel("rms_norm", dtype, width, THREADS).launch(
+            &x.client,
+            [grid as u32, 1, 1],
+            &[&x.handle, &weight.handle, &y.handle, &scale.handle],
+            vec![rows as u64, epsilon.to_bits()],
+        );
+    }
 }
 
 /// Gradients for `x` in its dtype, and for `weight` in f32; `past` is a gradient that reaches `x` around the norm.
@@ -84,18 +93,25 @@ pub(crate) fn backward(
         Some(_) => "rms_norm_backward_add",
         None => "rms_norm_backward",
     };
-    kernel(entry, dtype, width, THREADS).launch(
-        &x.client,
-        [blocks as u32, 1, 1],
-        &buffers,
-        // The scale already includes the epsilon.
-        vec![rows as u64, 0],
-    );
-    kernel("rms_norm_weight_gradient", dtype, width, 1024).launch(
-        &x.client,
-        [width.div_ceil(32) as u32, 1, 1],
-        &[&partial.handle, &dw.handle],
-        vec![blocks as u64, 0],
-    );
+    // SAFETY: all matrices have the shape of `x`, `weight` has a number for each column, `scale` one for each row
+    // and `partial` a row for each block; `past` is among the buffers if the entry reads it.
+    unsafe {
+        kernel(entry, dtype, width, THREADS).launch(
+            &x.client,
+            [blocks as u32, 1, 1],
+            &buffers,
+            // The scale already includes the epsilon.
+            vec![rows as u64, 0],
+        );
+    }
+    // SAFETY: `partial` has `blocks` rows of the width of `dw`.
+    unsafe {
+        kernel("rms_norm_weight_gradient", dtype, width, 1024).launch(
+            &x.client,
+            [width.div_ceil(32) as u32, 1, 1],
+            &[&partial.handle, &dw.handle],
+            vec![blocks as u64, 0],
+        );
+    }
     [dx, dw]
 }

@@ -1,5 +1,10 @@
 //! The properties of a device, and a kernel that shows that kernels can be compiled and run there.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use std::sync::OnceLock;
 
 use cubecl::device::CudaDevice;
@@ -55,9 +60,12 @@ pub(crate) fn supports_large(client: &Client) -> bool {
             return false;
         }
         let output = client.empty(4);
-        CudaKernel::new(&SOURCE, "large", 256)
-            .define("LARGE", LARGE)
-            .launch(client, [1, 1, 1], &[&output], vec![]);
+        // SAFETY: the kernel writes one number; the device supports as much shared memory.
+        unsafe {
+            CudaKernel::new(&SOURCE, "large", 256)
+                .define("LARGE", LARGE)
+                .launch(client, [1, 1, 1], &[&output], vec![]);
+        }
         let words = LARGE as u32 / 4;
         let expected = (words / 2).wrapping_mul(words - 1);
         let found = client.read_one(output);
@@ -80,9 +88,12 @@ pub(crate) fn run(index: usize) -> Result<(), String> {
     let numbers: Vec<u8> = (0..THREADS).flat_map(u32::to_le_bytes).collect();
     let input = client.create_from_slice(&numbers);
     let output = client.empty(numbers.len());
-    CudaKernel::new(&SOURCE, "probe", THREADS)
-        .define("OFFSET", 5)
-        .launch(&client, [1, 1, 1], &[&input, &output], vec![3, 1 << 33]);
+    // SAFETY: both buffers have a number for each thread.
+    unsafe {
+        CudaKernel::new(&SOURCE, "probe", THREADS)
+            .define("OFFSET", 5)
+            .launch(&client, [1, 1, 1], &[&input, &output], vec![3, 1 << 33]);
+    }
     let bytes = client.read_one(output).map_err(|error| error.to_string())?;
     let found = bytes
         .chunks_exact(4)

@@ -11,30 +11,25 @@ use burn::backend::{Cube, TensorMetadata};
 use burn::tensor::DType;
 
 use self::divisions::{DEEP_ROWS, Deep, FULL, WIDE};
+use self::operands::Summed;
 use self::plain::plain;
 use self::tiled::{Tiled, reduce};
 use super::mlp;
 use super::probe::supports_large;
 use super::tensor::{CubeTensor, cast, dense, empty};
 
-pub(crate) use self::operands::{Joined, Summed, boxes};
+pub(crate) use self::operands::{Joined, Operand, boxes};
 pub(crate) use self::projection::{Input, Into, Projection, supports_projection};
 
 /// C\[m, n\] = Σ_k A\[m, k\] B\[n, k\], in `out`: the dtype of A, or f32.
-pub(crate) fn product(
-    a: CubeTensor,
-    a_summed: Summed,
-    b: CubeTensor,
-    b_summed: Summed,
-    out: DType,
-) -> CubeTensor {
-    added(None, [(a, a_summed), (b, b_summed)], out, Split::Idle)
+pub(crate) fn product(a: Operand, b: Operand, out: DType) -> CubeTensor {
+    added(None, [a, b], out, Split::Idle)
 }
 
 /// x Wᵀ like [`product`], without splitting sums: the bits of a row do not depend on the number of rows.
 pub(crate) fn product_of_each_row(x: CubeTensor, weight: CubeTensor) -> CubeTensor {
     let dtype = x.dtype();
-    let operands = [(x, Summed::Last), (weight, Summed::Last)];
+    let operands = [x, weight].map(Operand::rows);
     added(None, operands, dtype, Split::Never)
 }
 
@@ -109,15 +104,8 @@ pub(crate) fn product_and(
 }
 
 /// `sum` (or zeros) plus [`product`], in f32. The buffer of `sum` is written to.
-pub(crate) fn product_into(
-    sum: Option<CubeTensor>,
-    a: CubeTensor,
-    a_summed: Summed,
-    b: CubeTensor,
-    b_summed: Summed,
-) -> CubeTensor {
-    let operands = [(a, a_summed), (b, b_summed)];
-    added(sum, operands, DType::F32, Split::Idle)
+pub(crate) fn product_into(sum: Option<CubeTensor>, a: Operand, b: Operand) -> CubeTensor {
+    added(sum, [a, b], DType::F32, Split::Idle)
 }
 
 /// When to split sums into pieces, which a second kernel adds up.
@@ -128,33 +116,30 @@ enum Split {
     Idle,
 }
 
-fn added(
-    sum: Option<CubeTensor>,
-    [(a, a_summed), (b, b_summed)]: [(CubeTensor, Summed); 2],
-    out: DType,
-    split: Split,
-) -> CubeTensor {
-    let dtype = a.dtype();
-    let b = cast(b, dtype);
-    let ((m, k), (n, other)) = (a_summed.sizes(&a), b_summed.sizes(&b));
+fn added(sum: Option<CubeTensor>, [a, b]: [Operand; 2], out: DType, split: Split) -> CubeTensor {
+    let dtype = a.matrix.dtype();
+    let b = Operand {
+        matrix: cast(b.matrix, dtype),
+        ..b
+    };
+    let ((m, k), (n, other)) = (a.sizes(), b.sizes());
     debug_assert_eq!(k, other, "operands differ in their inner size");
     let fits = m > 0 && n > 0 && k > 0;
-    let inner = |tensor: &CubeTensor| tensor.shape().dims::<2>()[1];
+    let inner = |operand: &Operand| operand.matrix.shape().dims::<2>()[1];
     let aligned = [inner(&a), inner(&b), n].iter().all(|size| size % 8 == 0);
-    if fits && dtype == DType::BF16 && aligned && is_hopper(&a) {
-        let operands = [(dense(a), a_summed), (dense(b), b_summed)];
-        return tiled(sum, operands, [m, n, k], out, split);
+    if fits && dtype == DType::BF16 && aligned && is_hopper(&a.matrix) {
+        return tiled(sum, [a, b].map(Operand::dense), [m, n, k], out, split);
     }
     let c = if fits && dtype == DType::F32 {
-        plain((dense(a), a_summed), (dense(b), b_summed), [m, n, k])
+        plain(&a.dense(), &b.dense(), [m, n, k])
     } else {
-        let a = match a_summed {
-            Summed::Last => a,
-            Summed::First => Cube::float_transpose(a),
+        let a = match a.summed {
+            Summed::Last => a.matrix,
+            Summed::First => Cube::float_transpose(a.matrix),
         };
-        let b = match b_summed {
-            Summed::Last => Cube::float_transpose(b),
-            Summed::First => b,
+        let b = match b.summed {
+            Summed::Last => Cube::float_transpose(b.matrix),
+            Summed::First => b.matrix,
         };
         dense(cast(Cube::float_matmul(a, b), out))
     };
@@ -172,7 +157,7 @@ pub(crate) fn is_hopper(tensor: &CubeTensor) -> bool {
 
 fn tiled(
     sum: Option<CubeTensor>,
-    [(a, a_summed), (b, b_summed)]: [(CubeTensor, Summed); 2],
+    [a, b]: [Operand; 2],
     [m, n, k]: [usize; 3],
     out: DType,
     split: Split,
@@ -181,8 +166,9 @@ fn tiled(
         Some(_) => Into::Sum,
         None => Into::Product,
     };
+    let summed = [a.summed, b.summed];
+    let (a, b) = (a.matrix, Joined::one(b.matrix));
     let c = sum.unwrap_or_else(|| empty(&a, [m, n], out));
-    let (b, summed) = (Joined::one(b), [a_summed, b_summed]);
     let whole = Tiled::new([&a, &c], &b, summed, into, [m, n, k]);
     if m >= DEEP_ROWS && supports_large(&a.client) {
         whole.launch_deep(match split {

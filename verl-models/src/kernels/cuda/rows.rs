@@ -1,5 +1,10 @@
 //! Launches of `embed.cu`.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use burn::backend::Cube;
 use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
@@ -46,12 +51,16 @@ pub(crate) fn take_into(
     [count, width]: [usize; 2],
 ) {
     let dtype = table.dtype();
-    kernel("take_rows", dtype, width, THREADS as u32).launch(
-        &table.client,
-        grid(dtype, count, width),
-        &[&table.handle, index, &y.handle],
-        vec![table.shape()[0] as u64, count as u64],
-    );
+    // SAFETY: `table` is dense, and `index` has `count` numbers and `y` as many rows, as the callers state; the
+    // kernel reads no row that the table lacks.
+    unsafe {
+        kernel("take_rows", dtype, width, THREADS as u32).launch(
+            &table.client,
+            grid(dtype, count, width),
+            &[&table.handle, index, &y.handle],
+            vec![table.shape()[0] as u64, count as u64],
+        );
+    }
 }
 
 /// The gradient of a table of `rows` rows: in the gradient's dtype with `ascending`, which says that the index ascends,
@@ -68,23 +77,30 @@ pub(crate) fn take_backward(
     let scalars = vec![rows as u64, count as u64];
     if ascending {
         let dx = empty(&gradient, [rows, width], dtype);
-        kernel("take_rows_backward", dtype, width, THREADS as u32).launch(
-            &gradient.client,
-            grid(dtype, rows, width),
-            &[&gradient.handle, &index.handle, &dx.handle],
-            scalars,
-        );
+        // SAFETY: the index has a number for each row of the gradient, and `dx` has `rows` rows; the kernel ignores
+        // indices that are not among them.
+        unsafe {
+            kernel("take_rows_backward", dtype, width, THREADS as u32).launch(
+                &gradient.client,
+                grid(dtype, rows, width),
+                &[&gradient.handle, &index.handle, &dx.handle],
+                scalars,
+            );
+        }
         return dx;
     }
     // One dim, so that rows have no padding.
     let flat = Shape::new([rows * width]);
     let dw = Cube::float_zeros(flat, &gradient.device, FloatDType::F32);
     let dw = Cube::float_reshape(dw, Shape::new([rows, width]));
-    kernel("embed_backward", dtype, width, EMBED_THREADS).launch(
-        &gradient.client,
-        [count as u32, 1, 1],
-        &[&gradient.handle, &index.handle, &dw.handle],
-        scalars,
-    );
+    // SAFETY: as above; the grid has a block for each number of the index.
+    unsafe {
+        kernel("embed_backward", dtype, width, EMBED_THREADS).launch(
+            &gradient.client,
+            [count as u32, 1, 1],
+            &[&gradient.handle, &index.handle, &dw.handle],
+            scalars,
+        );
+    }
     dw
 }

@@ -1,5 +1,10 @@
 //! Launches of `update.cu`: the optimiser on several parameters at once.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
 use cubecl::server::Handle;
@@ -104,15 +109,19 @@ fn launch(updates: Vec<Update>, cast: bool) -> Vec<Updated> {
     .chain(each(|scalars| scalars.decay))
     .chain(each(|scalars| scalars.step_size))
     .chain(each(|scalars| scalars.second_correction));
-    CudaKernel::new(&SOURCE, "update", THREADS)
-        .define("CAST", u8::from(cast))
-        .define("COUNT", updates.len())
-        .launch(
-            &updates[0].gradient.client,
-            [blocks as u32, 1, 1],
-            &buffers,
-            scalars.collect(),
-        );
+    // SAFETY: COUNT updates follow one another, each with dense f32 tensors of its length and the same number of
+    // results; a result is its operand or new, and the blocks are those of `tasks`.
+    unsafe {
+        CudaKernel::new(&SOURCE, "update", THREADS)
+            .define("CAST", u8::from(cast))
+            .define("COUNT", updates.len())
+            .launch(
+                &updates[0].gradient.client,
+                [blocks as u32, 1, 1],
+                &buffers,
+                scalars.collect(),
+            );
+    }
     results
 }
 
@@ -135,14 +144,18 @@ pub(crate) fn sums_of_squares(tensors: Vec<CubeTensor>) -> CubeTensor {
             .collect();
         let scalars = [*first].into_iter().chain(own);
         let scalars = scalars.chain(group.iter().map(|tensor| length(tensor) as u64));
-        CudaKernel::new(&SOURCE, "squares", THREADS)
-            .define("COUNT", group.len())
-            .launch(
-                &like.client,
-                [blocks as u32, 1, 1],
-                &buffers,
-                scalars.collect(),
-            );
+        // SAFETY: COUNT dense f32 tensors of the stated lengths; `partial` has a number for each block of all
+        // groups, and this group's begin at `first`.
+        unsafe {
+            CudaKernel::new(&SOURCE, "squares", THREADS)
+                .define("COUNT", group.len())
+                .launch(
+                    &like.client,
+                    [blocks as u32, 1, 1],
+                    &buffers,
+                    scalars.collect(),
+                );
+        }
     }
     let ends: Vec<i32> = starts
         .into_iter()
@@ -150,11 +163,14 @@ pub(crate) fn sums_of_squares(tensors: Vec<CubeTensor>) -> CubeTensor {
         .map(|at| at as i32)
         .collect();
     let y = empty(like, [tensors.len()], DType::F32);
-    CudaKernel::new(&SOURCE, "sums", THREADS).launch(
-        &like.client,
-        [tensors.len() as u32, 1, 1],
-        &[&partial, &integers(like, &ends), &y.handle],
-        vec![],
-    );
+    // SAFETY: `ends` divides the numbers of `partial` among the tensors, and `y` has one for each.
+    unsafe {
+        CudaKernel::new(&SOURCE, "sums", THREADS).launch(
+            &like.client,
+            [tensors.len() as u32, 1, 1],
+            &[&partial, &integers(like, &ends), &y.handle],
+            vec![],
+        );
+    }
     y
 }

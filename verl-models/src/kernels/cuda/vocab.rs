@@ -1,12 +1,17 @@
 //! Scores of tokens from hidden states: products with the head, and launches of `vocab.cu` on the logits.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Cube, TensorMetadata};
 use burn::tensor::{DType, Shape, Slice};
 use cubecl::server::Handle;
 
 use super::launch::{CudaKernel, Source};
-use super::product::{Summed, product, product_into, product_of_each_row};
+use super::product::{Operand, product, product_into, product_of_each_row};
 use super::tensor::{CubeTensor, cast, dense, element, empty};
 use crate::memory::{KEPT_LOGIT_BYTES, LOGIT_BYTES};
 
@@ -107,18 +112,22 @@ fn forward_of(operands: &Operands, chunk: usize) -> (CubeTensor, CubeTensor) {
         // The buffer is freed before the next is needed.
         drop(last.take());
         let logits = operands.logits(operands.hidden(start, end));
-        operands.kernel("score_rows").launch(
-            &logits.client,
-            [(end - start) as u32, 1, 1],
-            &[
-                &logits.handle,
-                &targets.handle,
-                &temperature,
-                &scores.handle,
-                &best.handle,
-            ],
-            operands.scalars(start, end),
-        );
+        // SAFETY: the logits have a row for each block, scores, targets and `best` have a column for each token of
+        // the call, and targets are below the vocabulary, as its caller guarantees.
+        unsafe {
+            operands.kernel("score_rows").launch(
+                &logits.client,
+                [(end - start) as u32, 1, 1],
+                &[
+                    &logits.handle,
+                    &targets.handle,
+                    &temperature,
+                    &scores.handle,
+                    &best.handle,
+                ],
+                operands.scalars(start, end),
+            );
+        }
         last = Some(logits);
     }
     (scores, last.expect("there is a token to score"))
@@ -140,7 +149,8 @@ pub(crate) fn chosen(scores: &CubeTensor, entropies: bool, sum_pi_squared: bool)
 /// they were kept; they are overwritten.
 pub(crate) fn backward(
     operands: &Operands,
-    (scores, kept): (&CubeTensor, Option<CubeTensor>),
+    scores: &CubeTensor,
+    kept: Option<CubeTensor>,
     entropies: bool,
     gradient: CubeTensor,
     [want_hidden, want_head]: [bool; 2],
@@ -167,36 +177,29 @@ pub(crate) fn backward(
         let logits = kept
             .clone()
             .unwrap_or_else(|| operands.logits(hidden.clone()));
-        operands.kernel("score_rows_backward").launch(
-            &logits.client,
-            [columns, (end - start).min(65_535) as u32, 1],
-            &[
-                &logits.handle,
-                &targets.handle,
-                &temperature,
-                &scores.handle,
-                &gradients.handle,
-            ],
-            operands.scalars(start, end),
-        );
+        // SAFETY: as in `forward_of`, whose scores these are; the gradients have two rows, and the grid covers the
+        // columns.
+        unsafe {
+            operands.kernel("score_rows_backward").launch(
+                &logits.client,
+                [columns, (end - start).min(65_535) as u32, 1],
+                &[
+                    &logits.handle,
+                    &targets.handle,
+                    &temperature,
+                    &scores.handle,
+                    &gradients.handle,
+                ],
+                operands.scalars(start, end),
+            );
+        }
         if want_hidden {
-            let head = operands.head.clone();
-            d_hidden.push(product(
-                logits.clone(),
-                Summed::Last,
-                head,
-                Summed::First,
-                dtype,
-            ));
+            let head = Operand::columns(operands.head.clone());
+            d_hidden.push(product(Operand::rows(logits.clone()), head, dtype));
         }
         if want_head {
-            d_head = Some(product_into(
-                d_head,
-                logits,
-                Summed::First,
-                hidden,
-                Summed::First,
-            ));
+            let (logits, hidden) = (Operand::columns(logits), Operand::columns(hidden));
+            d_head = Some(product_into(d_head, logits, hidden));
         }
     }
     let width = operands.hidden.shape()[1];

@@ -22,7 +22,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for model in &draft.pipe.models {
         let mut refused = devices
             .iter()
-            .filter_map(|device| model.factory.check_device(device).err());
+            .filter_map(|device| model.factory.devices().check(device).err());
         // Report only the first refused device.
         let refusal = match refused.next() {
             Some(DeviceRefusal::Unknown(reason)) => (Refused::Unknown, reason),

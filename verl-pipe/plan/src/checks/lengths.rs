@@ -37,7 +37,11 @@ pub(crate) fn check(
                 Some((other, first)) if other != lengths => {
                     let pair = (letter.clone(), lengths.clone());
                     if !reported.contains(&pair) {
-                        findings.push(unequal(draft, &letter, (first, other), (link, lengths)));
+                        let first = Read {
+                            link: first,
+                            lengths: other,
+                        };
+                        findings.push(unequal(draft, &letter, first, Read { link, lengths }));
                         reported.push(pair);
                     }
                 }
@@ -70,12 +74,15 @@ fn letter(field: &verl_words::field::Field) -> Option<String> {
         })
 }
 
-fn unequal(
-    draft: &Draft<'_>,
-    letter: &str,
-    (first, first_lengths): (&Link<'_>, &Lengths),
-    (second, second_lengths): (&Link<'_>, &Lengths),
-) -> Diagnostic {
+/// A read key, and its lengths.
+struct Read<'a> {
+    link: &'a Link<'a>,
+    lengths: &'a Lengths,
+}
+
+fn unequal(draft: &Draft<'_>, letter: &str, first: Read<'_>, second: Read<'_>) -> Diagnostic {
+    let (first_lengths, second_lengths) = (first.lengths, second.lengths);
+    let (first, second) = (first.link, second.link);
     let reader = draft.name(second.reader);
     let origin = |(stage, letter): &Lengths| format!("{letter}~ of `{}`", draft.name(*stage));
     let writer = draft.name(second.writer);

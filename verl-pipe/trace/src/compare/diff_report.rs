@@ -124,11 +124,11 @@ impl RunDiff {
     /// One line per step: what differs, and the distance in the key that differed first; for token ids and similar
     /// keys, how many differ.
     fn write_trend(&self, f: &mut fmt::Formatter<'_>, parting: &Parting<'_>) -> fmt::Result {
-        let Some(key) = self.followed(parting) else {
+        let Some((stage, key)) = self.followed(parting) else {
             return Ok(());
         };
-        let name = format!("{}.{}", key.0, key.1);
-        let of_key = |step: &StepDiff| step.key(key).map(|found| found.is_identifier);
+        let name = format!("{stage}.{key}");
+        let of_key = |step: &StepDiff| step.key(stage, key).map(|found| found.is_identifier);
         let is_identifier = self.steps.iter().find_map(of_key) == Some(true);
         let apart = match is_identifier {
             true => vec![format!("of {name}")],
@@ -143,26 +143,25 @@ impl RunDiff {
         columns.push(("stages that differ", Align::Left));
         let mut table = Table::new(&columns);
         for step in &self.steps {
-            table.row(step.trend(key, is_identifier));
+            table.row(step.trend(step.key(stage, key), is_identifier));
         }
         write!(f, "{table}")
     }
 }
 
 impl StepDiff {
-    fn key(&self, (stage, key): (&str, &str)) -> Option<&KeyDiff> {
+    fn key(&self, stage: &str, key: &str) -> Option<&KeyDiff> {
         let of_stage = self.stages.iter().find(|other| other.stage == stage);
         of_stage.and_then(|stage| stage.keys.iter().find(|other| other.key == key))
     }
 
-    fn trend(&self, key: (&str, &str), is_identifier: bool) -> Vec<String> {
+    fn trend(&self, of_key: Option<&KeyDiff>, is_identifier: bool) -> Vec<String> {
         let keys = || self.stages.iter().flat_map(|stage| &stage.keys);
         let values: u64 = keys().map(|key| key.values).sum();
         let differing: u64 = keys().map(|key| key.differences).sum();
         let unpaired =
             |stage: &crate::compare::diff::StageDiff| stage.rows_of_first + stage.rows_of_second;
         let unpaired: usize = self.stages.iter().map(unpaired).sum();
-        let of_key = self.key(key);
         let differ: Vec<&str> = self
             .stages
             .iter()

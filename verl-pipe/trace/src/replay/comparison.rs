@@ -172,14 +172,12 @@ const NOT_RECORDED: &str = "the trace does not record them";
 fn hashes<'a>(
     recorded: Option<&'a WeightsVersion>,
     now: Option<&'a WeightsVersion>,
-) -> Result<(&'a WeightsVersion, &'a WeightsVersion), &'static str> {
+) -> Result<Hashed<'a>, &'static str> {
     let has_hash = |version: &&WeightsVersion| !version.hash.is_empty();
     let recorded = recorded.filter(has_hash).ok_or(NOT_RECORDED)?;
     let now = now.filter(has_hash);
-    Ok((
-        recorded,
-        now.ok_or("this kind of model has no hash of them")?,
-    ))
+    let now = now.ok_or("this kind of model has no hash of them")?;
+    Ok(Hashed { recorded, now })
 }
 
 /// Whether one of `stages` changes a model.
@@ -188,8 +186,14 @@ fn changes_model(stages: &[PlannedStage], model: &str) -> bool {
     changed.any(|other| other == model)
 }
 
+/// Versions of a model's weights that both have a hash.
+struct Hashed<'a> {
+    recorded: &'a WeightsVersion,
+    now: &'a WeightsVersion,
+}
+
 fn weights_differ(
-    (recorded, now): (&WeightsVersion, &WeightsVersion),
+    Hashed { recorded, now }: Hashed<'_>,
     moment: &str,
     model: &String,
     replayed: &mut ReplayedStage,

@@ -224,6 +224,7 @@ fn if_a_model_cannot_be_saved_the_others_still_are() {
         kind: "numbers".to_owned(),
         config: Value::Null,
         factory: Arc::new(NumbersFactory),
+        unwritable: Vec::new(),
     });
     pipe.run.save = Some(["other", "actor", "actor"].map(str::to_owned).to_vec());
     let (made, _) = trainer(&pipe, CancelToken::default());

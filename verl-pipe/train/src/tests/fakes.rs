@@ -15,8 +15,8 @@ use verl_words::resource::{
     ModelInfo, ModelResource, ResourceError, Shortage, Snapshot, WeightsVersion,
 };
 use verl_words::stage::{
-    Access, BuildContext, Cardinality, ConfigError, Metric, MetricRole, Reduce, RowRule, Stage,
-    StageContext, StageError, StageSpec,
+    Access, BuildContext, Cardinality, ConfigError, DeviceSupport, Metric, MetricRole, Reduce,
+    RowRule, Stage, StageContext, StageError, StageSpec,
 };
 
 pub(super) type Work = dyn Fn(Batch, &mut StageContext<'_>) -> Result<(), StageError> + Send + Sync;
@@ -149,6 +149,12 @@ pub(super) fn full(message: &str) -> Option<Shortage> {
 
 pub(super) struct NumbersFactory;
 
+impl DeviceSupport for NumbersFactory {
+    fn shortage(&self, message: &str) -> Option<Shortage> {
+        full(message)
+    }
+}
+
 impl ModelFactory for NumbersFactory {
     fn describe(&self, _context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         Ok(ModelInfo {
@@ -159,8 +165,8 @@ impl ModelFactory for NumbersFactory {
     fn trainable(&self) -> bool {
         true
     }
-    fn shortage(&self, message: &str) -> Option<Shortage> {
-        full(message)
+    fn devices(&self) -> &dyn DeviceSupport {
+        self
     }
     fn load(
         &self,
@@ -363,6 +369,7 @@ pub(super) fn pipeline(others: Vec<StageDecl>) -> DataPipe {
         kind: "numbers".to_owned(),
         config: serde_json::Value::Null,
         factory: Arc::new(NumbersFactory),
+        unwritable: Vec::new(),
     });
     pipe.stages = vec![source(), generate(), reward(), advantages(), update()];
     for other in others {

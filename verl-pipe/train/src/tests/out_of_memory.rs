@@ -11,7 +11,7 @@ use verl_run::runner::Run;
 use verl_words::resource::{
     Footprint, ModelInfo, ModelResource, ResourceError, Shortage, Snapshot, WeightsVersion,
 };
-use verl_words::stage::{BuildContext, ConfigError, ModelWork, StageError};
+use verl_words::stage::{BuildContext, ConfigError, DeviceSupport, ModelWork, StageError};
 
 use super::fakes::*;
 
@@ -49,6 +49,12 @@ impl ModelResource for FullModel {
     }
 }
 
+impl DeviceSupport for Full {
+    fn shortage(&self, message: &str) -> Option<Shortage> {
+        full(message)
+    }
+}
+
 impl ModelFactory for Full {
     fn describe(&self, _: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         Ok(ModelInfo {
@@ -67,8 +73,8 @@ impl ModelFactory for Full {
     fn trainable(&self) -> bool {
         true
     }
-    fn shortage(&self, message: &str) -> Option<Shortage> {
-        full(message)
+    fn devices(&self) -> &dyn DeviceSupport {
+        self
     }
     fn load(
         &self,

@@ -125,19 +125,33 @@ pub trait StageConfig:
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>>;
 }
 
-/// The configuration of a model: a plain struct that becomes the resource.
-#[diagnostic::on_unimplemented(
-    message = "`{Self}` is not the configuration of a model",
-    note = "implement `ModelConfig` for its settings: derive `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` if your crate does not depend on them)"
-)]
-pub trait ModelConfig:
-    DeserializeOwned + Serialize + JsonSchema + Clone + Send + Sync + 'static
-{
-    /// Registered name.
-    const KIND: &'static str;
-    /// One line for lists.
-    const SUMMARY: &'static str;
+/// What a kind of model knows about devices.
+pub trait DeviceSupport: Send + Sync {
+    /// Checks whether a model could be loaded onto `device`, when the pipeline is checked; the default accepts any
+    /// device.
+    ///
+    /// # Errors
+    /// A device that does not exist, that this machine lacks, or that models cannot use.
+    fn check(&self, _device: &str) -> Result<(), DeviceRefusal> {
+        Ok(())
+    }
+    /// Bytes of memory of `device`; `None` if the device is absent or its memory is unknown.
+    fn memory(&self, _device: &str) -> Option<u64> {
+        None
+    }
+    /// Whether the message of a panic or an error reports that a device of such models is out of memory.
+    fn shortage(&self, _message: &str) -> Option<Shortage> {
+        None
+    }
+}
 
+/// Accepts any device, and knows nothing about it.
+struct AnyDevice;
+
+impl DeviceSupport for AnyDevice {}
+
+/// Describes and loads a model: a [`ModelConfig`], or a custom object.
+pub trait ModelFactory: Send + Sync {
     /// Describes the model without loading weights (reads `config.json` at most).
     ///
     /// # Errors
@@ -149,20 +163,9 @@ pub trait ModelConfig:
     fn training(&self, _optimizer_steps: u64) -> Option<Training> {
         None
     }
-    /// Checks whether it could be loaded onto `device`, when the pipeline is checked; the default accepts any device.
-    ///
-    /// # Errors
-    /// A device that does not exist, that this machine lacks, or that models cannot use.
-    fn check_device(&self, _device: &str) -> Result<(), DeviceRefusal> {
-        Ok(())
-    }
-    /// Bytes of memory of `device`; `None` if the device is absent or its memory is unknown.
-    fn device_memory(&self, _device: &str) -> Option<u64> {
-        None
-    }
-    /// Whether the message of a panic or an error reports that a device of such models is out of memory.
-    fn shortage(&self, _message: &str) -> Option<Shortage> {
-        None
+    /// What its kind knows about devices; by default it accepts any.
+    fn devices(&self) -> &dyn DeviceSupport {
+        &AnyDevice
     }
     /// The kernels that it uses on the CPU. By default they are unknown, and a replay on another processor does not
     /// expect equal bits.
@@ -183,6 +186,20 @@ pub trait ModelConfig:
         device: &str,
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError>;
+}
+
+/// The configuration of a model: a plain struct that becomes the resource; [`ModelFactory`] has its methods.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not the configuration of a model",
+    note = "implement `ModelFactory` and `ModelConfig` for its settings: derive `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` if your crate does not depend on them)"
+)]
+pub trait ModelConfig:
+    ModelFactory + DeserializeOwned + Serialize + JsonSchema + Clone + 'static
+{
+    /// Registered name.
+    const KIND: &'static str;
+    /// One line for lists.
+    const SUMMARY: &'static str;
 }
 
 /// The configuration of a data set.

@@ -25,6 +25,8 @@ use crate::batch::Batch;
 use crate::resource::{ResourceError, Snapshot, StoredState, WeightsVersion};
 
 pub use batch_plan::BatchPlan;
+pub use config::DeviceSupport;
+pub use config::ModelFactory;
 pub use config::config_json;
 pub use config::{BuildContext, ConfigError, DataConfig, ModelConfig, StageConfig, Training};
 pub use context::{

@@ -1,5 +1,10 @@
 //! The state of the rows: buffers that the kernels of a step update, and that the host fills and reads every few steps.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use cubecl::server::Handle;
 
 use super::super::launch::CudaKernel;
@@ -70,37 +75,41 @@ impl DeviceDecoder {
     /// Does the bookkeeping for the drawn tokens.
     pub(super) fn advance(&self) {
         let (book, drawing) = (&self.book, &self.drawing);
-        CudaKernel::new(&ADVANCE, "advance", 32)
-            .define("ELEMENT", element(self.dtype))
-            .launch(
-                &self.embedding.client,
-                [self.rows.div_ceil(32) as u32, 1, 1],
-                &[
-                    &book.token,
-                    &book.sampling_log_prob,
-                    &book.log_prob,
-                    &book.eos,
-                    &book.stops,
-                    &book.limits,
-                    &book.lengths,
-                    &book.positions,
-                    &book.states,
-                    &book.seen,
-                    &book.tokens,
-                    &book.sampling_log_probs,
-                    &book.log_probs,
-                ],
-                vec![
-                    self.rows as u64,
-                    self.sizes.new_tokens as u64,
-                    self.config.vocab_size as u64,
-                    drawing.eos.len() as u64,
-                    drawing.stops.len() as u64,
-                    self.stop_width as u64,
-                    0,
-                    0,
-                ],
-            );
+        // SAFETY: `Book::new` allocated the buffers for at least as many rows, and the lists of tokens have the
+        // stated numbers; a row's limit is at most the length of its response's buffers.
+        unsafe {
+            CudaKernel::new(&ADVANCE, "advance", 32)
+                .define("ELEMENT", element(self.dtype))
+                .launch(
+                    &self.embedding.client,
+                    [self.rows.div_ceil(32) as u32, 1, 1],
+                    &[
+                        &book.token,
+                        &book.sampling_log_prob,
+                        &book.log_prob,
+                        &book.eos,
+                        &book.stops,
+                        &book.limits,
+                        &book.lengths,
+                        &book.positions,
+                        &book.states,
+                        &book.seen,
+                        &book.tokens,
+                        &book.sampling_log_probs,
+                        &book.log_probs,
+                    ],
+                    vec![
+                        self.rows as u64,
+                        self.sizes.new_tokens as u64,
+                        self.config.vocab_size as u64,
+                        drawing.eos.len() as u64,
+                        drawing.stops.len() as u64,
+                        self.stop_width as u64,
+                        0,
+                        0,
+                    ],
+                );
+        }
     }
 
     /// Starts rows that are inactive and have their blocks.

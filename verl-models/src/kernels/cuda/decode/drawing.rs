@@ -1,5 +1,10 @@
 //! How tokens are drawn from the logits of a step.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use cubecl::server::Handle;
 
 use super::super::launch::{CudaKernel, Source};
@@ -102,7 +107,11 @@ impl DeviceDecoder {
         };
         let launch = |kernel: CudaKernel, grid: [u32; 3], handles: Vec<Handle>| {
             let handles: Vec<&Handle> = handles.iter().collect();
-            kernel.launch(client, grid, &handles, scalars.clone());
+            // SAFETY: the logits have a row for each row of the step; `Buffers::new` and `Book::new` allocated the
+            // other buffers for at least as many rows, parts and shortlisted ids.
+            unsafe {
+                kernel.launch(client, grid, &handles, scalars.clone());
+            }
         };
         if !drawing.races() {
             let handles = joined(&[&book.seen]);

@@ -4,6 +4,11 @@
 //! and before it records a graph, but never memory that is bound: the bindings live as long as the table. The kernel's
 //! blocks wait for one another between the phases of a layer, so all of them have to run at once.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use burn::tensor::DType;
@@ -160,9 +165,9 @@ fn write_addresses(
     decoder: &DeviceDecoder,
 ) -> Vec<BufferBinding> {
     let (heads, inner) = (decoder.config.heads, decoder.config.intermediate_size);
-    let keys = heads.key_value * heads.dim;
+    let keys = heads.key_width();
     let [(q, q_offset), (k, k_offset), (v, v_offset)] =
-        layer.qkv.places([heads.query * heads.dim, keys, keys]);
+        layer.qkv.places([heads.query_width(), keys, keys]);
     let [(gate, gate_offset), (up, up_offset)] = layer.gate_up.places([inner, inner]);
     let [bias, q_norm, k_norm] = layer.optional(&decoder.embedding);
     let [cached_keys, cached_values] = &layer.cache;
@@ -187,12 +192,16 @@ fn write_addresses(
     let mut buffers = tensors.map(|tensor| &tensor.handle).to_vec();
     buffers.push(addresses);
     let scalars = [index, q_offset, k_offset, v_offset, gate_offset, up_offset];
-    CudaKernel::new(&ADDRESSES, "note_layer", 1).launch(
-        &decoder.embedding.client,
-        [1, 1, 1],
-        &buffers,
-        scalars.map(|number| number as u64).into(),
-    );
+    // SAFETY: the table has a row for each layer, and the offsets lie in the tensors; only their addresses are
+    // taken.
+    unsafe {
+        CudaKernel::new(&ADDRESSES, "note_layer", 1).launch(
+            &decoder.embedding.client,
+            [1, 1, 1],
+            &buffers,
+            scalars.map(|number| number as u64).into(),
+        );
+    }
     bound.into()
 }
 
@@ -257,12 +266,17 @@ impl DeviceDecoder {
             self.shortlist_limit(),
         ];
         scalars.extend(self.attention_scalars());
-        layers.kernel(&units, self).launch_resources(
-            &x.client,
-            [layers.blocks as u32, 1, 1],
-            resources,
-            scalars,
-        );
+        // SAFETY: the buffers are those that `DeviceDecoder::new` and `LayersKernel::of` allocated for this decoder
+        // and at least as many rows; the table's tensors stay where they are while `_bound` exists. As many blocks
+        // as multiprocessors run at once, and no other decoder of the process launches the kernel.
+        unsafe {
+            layers.kernel(&units, self).launch_resources(
+                &x.client,
+                [layers.blocks as u32, 1, 1],
+                resources,
+                scalars,
+            );
+        }
         true
     }
 }

@@ -1,5 +1,10 @@
 //! Prompts: keys and values of all but the last token of each, before its rows take part in steps.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Cube, TensorMetadata};
 use burn::tensor::Shape;
@@ -62,9 +67,7 @@ impl DeviceDecoder {
         let shape = AttentionShape {
             sequences: lengths.len(),
             tokens: lengths.iter().copied().max().unwrap_or(0),
-            query_heads: heads.query,
-            key_heads: heads.key_value,
-            head_dim: heads.dim,
+            heads,
             segments: None,
         };
         let like = &self.embedding;
@@ -106,7 +109,7 @@ impl DeviceDecoder {
     fn norm_heads(&self, joined: CubeTensor, [q, k]: &[CubeTensor; 2]) -> CubeTensor {
         let heads = self.config.heads;
         let [tokens, width] = joined.shape().dims();
-        let (queries, keys) = (heads.query * heads.dim, heads.key_value * heads.dim);
+        let (queries, keys) = (heads.query_width(), heads.key_width());
         let part = |from: usize, to: usize| {
             let slices = [burn::tensor::Slice::full(), (from..to).into()];
             dense(Cube::float_slice(joined.clone(), &slices))
@@ -136,29 +139,36 @@ impl DeviceDecoder {
         } else {
             1
         };
-        let pieces = tokens * heads.key_value * heads.dim / chunk;
+        let pieces = tokens * heads.key_width() / chunk;
         let [keys, values] = &layer.cache;
-        self.attention_kernel("kv_store", 256).launch(
-            &keys.client,
-            [pieces.div_ceil(256) as u32, 1, 1],
-            &[
-                &new[0].handle,
-                &new[1].handle,
-                slots,
-                &keys.handle,
-                &values.handle,
-            ],
-            vec![tokens as u64],
-        );
+        // SAFETY: keys and values have a row for each token, `slots` a number, and the slots are those of blocks of
+        // the pool, for which the caches have room.
+        unsafe {
+            self.attention_kernel("kv_store", 256).launch(
+                &keys.client,
+                [pieces.div_ceil(256) as u32, 1, 1],
+                &[
+                    &new[0].handle,
+                    &new[1].handle,
+                    slots,
+                    &keys.handle,
+                    &values.handle,
+                ],
+                vec![tokens as u64],
+            );
+        }
     }
 
     fn copy(&self, layer: &Layer, pairs: &Handle, count: usize) {
         let [keys, values] = &layer.cache;
-        self.attention_kernel("kv_copy_blocks", 256).launch(
-            &keys.client,
-            [count as u32, 2, 1],
-            &[pairs, &keys.handle, &values.handle],
-            vec![],
-        );
+        // SAFETY: the pairs are blocks of the pool, for which the caches have room.
+        unsafe {
+            self.attention_kernel("kv_copy_blocks", 256).launch(
+                &keys.client,
+                [count as u32, 2, 1],
+                &[pairs, &keys.handle, &values.handle],
+                vec![],
+            );
+        }
     }
 }

@@ -3,6 +3,11 @@
 //! If no kernel computes all layers ([`DeviceDecoder::launch_layers`]), a layer is five kernels for up to 16 rows,
 //! where a product norms its input, and seven for more.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
 
@@ -33,7 +38,7 @@ impl DeviceDecoder {
             for layer in &self.layers {
                 self.launch_layer(layer);
             }
-            self.multiply(&self.last_norm, &self.head, (logits, Into::Product));
+            self.multiply(&self.last_norm, &self.head, logits, Into::Product);
         }
         self.draw();
         self.advance();
@@ -43,15 +48,15 @@ impl DeviceDecoder {
         let Buffers {
             qkv, mixed, inner, ..
         } = &self.buffers;
-        self.multiply(&layer.input_norm, &layer.qkv, (qkv, Into::Product));
+        self.multiply(&layer.input_norm, &layer.qkv, qkv, Into::Product);
         self.attend(layer);
         self.add(mixed, &layer.output);
         match &self.buffers.wide {
             Some(wide) => {
-                self.multiply(&layer.mlp_norm, &layer.gate_up, (wide, Into::Product));
+                self.multiply(&layer.mlp_norm, &layer.gate_up, wide, Into::Product);
                 mlp::joined_into(wide, inner);
             }
-            None => self.multiply(&layer.mlp_norm, &layer.gate_up, (inner, Into::Swiglu)),
+            None => self.multiply(&layer.mlp_norm, &layer.gate_up, inner, Into::Swiglu),
         }
         self.add(inner, &layer.down);
     }
@@ -67,7 +72,7 @@ impl DeviceDecoder {
     }
 
     /// The product of the normed residual stream with a weight.
-    fn multiply(&self, gain: &CubeTensor, weight: &Joined, (to, into): (&CubeTensor, Into)) {
+    fn multiply(&self, gain: &CubeTensor, weight: &Joined, to: &CubeTensor, into: Into) {
         let Buffers {
             x, normed, scale, ..
         } = &self.buffers;
@@ -102,14 +107,14 @@ impl DeviceDecoder {
     pub(super) fn tile_heads(&self) -> usize {
         let heads = self.config.heads;
         let plain = self.dtype == DType::F32 || !heads.dim.is_multiple_of(16) || heads.dim > 128;
-        let group = heads.query / heads.key_value;
+        let group = heads.group();
         group.min(if plain { 8 } else { 16 })
     }
 
     /// Tiles of heads of a row.
     pub(super) fn tiles_of_row(&self) -> usize {
         let heads = self.config.heads;
-        let group = heads.query / heads.key_value;
+        let group = heads.group();
         heads.key_value * group.div_ceil(self.tile_heads())
     }
 
@@ -126,7 +131,7 @@ impl DeviceDecoder {
     fn tile_tokens(&self) -> Option<usize> {
         let heads = self.config.heads;
         let blocks = self.rows * heads.key_value;
-        let group = heads.query / heads.key_value;
+        let group = heads.group();
         let narrow = self.dtype == DType::BF16 && heads.dim.is_multiple_of(16) && heads.dim <= 64;
         (narrow && group <= 8 && blocks > RESIDENT_BLOCKS).then_some(16)
     }
@@ -154,16 +159,21 @@ impl DeviceDecoder {
         if let Some(tokens) = self.tile_tokens() {
             kernel = kernel.define("WARP_TOKENS", tokens);
         }
-        kernel
+        kernel = kernel
             .define("QKV_BIAS", u8::from(layer.bias.is_some()))
             .define("QK_NORM", u8::from(layer.head_norms.is_some()))
-            .define("CLUSTER", cluster)
-            .launch(
+            .define("CLUSTER", cluster);
+        // SAFETY: `Buffers::new` and `Book::new` allocated the buffers for at least as many rows; the table
+        // contains blocks of the pool, for which the caches have room, and rotations exist for all positions of a
+        // table.
+        unsafe {
+            kernel.launch(
                 &qkv.client,
                 [self.tiles_of_row(), self.rows, cluster].map(|size| size as u32),
                 &buffers,
                 self.attention_scalars().into(),
             );
+        }
     }
 
     /// Scale of the scores, epsilon of the norms, columns of the table of blocks.

@@ -25,17 +25,46 @@ pub(crate) enum Summed {
 }
 
 impl Summed {
-    /// Outer size and terms of an operand.
-    pub(super) fn sizes(self, operand: &CubeTensor) -> (usize, usize) {
-        let [rows, columns] = operand.shape().dims();
-        match self {
+    pub(super) fn flag(self) -> u8 {
+        u8::from(self == Summed::First)
+    }
+}
+
+/// A matrix of a product, and its layout.
+#[derive(Debug, Clone)]
+pub(crate) struct Operand {
+    pub(super) matrix: CubeTensor,
+    pub(super) summed: Summed,
+}
+
+impl Operand {
+    /// A matrix whose rows are multiplied: `[M, K]`.
+    pub fn rows(matrix: CubeTensor) -> Self {
+        let summed = Summed::Last;
+        Operand { matrix, summed }
+    }
+
+    /// A matrix whose columns are multiplied: `[K, M]`.
+    pub fn columns(matrix: CubeTensor) -> Self {
+        let summed = Summed::First;
+        Operand { matrix, summed }
+    }
+
+    /// Outer size and terms.
+    pub(super) fn sizes(&self) -> (usize, usize) {
+        let [rows, columns] = self.matrix.shape().dims();
+        match self.summed {
             Summed::Last => (rows, columns),
             Summed::First => (columns, rows),
         }
     }
 
-    pub(super) fn flag(self) -> u8 {
-        u8::from(self == Summed::First)
+    /// In contiguous memory.
+    pub(super) fn dense(self) -> Self {
+        Operand {
+            matrix: dense(self.matrix),
+            ..self
+        }
     }
 }
 

@@ -2,6 +2,11 @@
 //!
 //! Nothing is allocated, so that they can be captured. The bits of a row do not depend on the contents of other rows.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
 
@@ -10,7 +15,7 @@ use super::super::probe::supports_large;
 use super::super::tensor::CubeTensor;
 use super::divisions::{Deep, SKINNY_ROWS, Skinny, Tile, is_deep};
 use super::is_hopper;
-use super::operands::{Joined, Summed};
+use super::operands::{Joined, Operand, Summed};
 use super::plain::plain_into;
 use super::tiled::Tiled;
 
@@ -82,13 +87,8 @@ impl Projection<'_> {
                 Into::Swiglu,
                 "a separate kernel handles gates and ups in f32"
             );
-            plain_into(
-                (x, Summed::Last),
-                (self.weight.first(), Summed::Last),
-                self.to,
-                self.into == Into::Sum,
-                [m, n, k],
-            );
+            let [x, weight] = [x, self.weight.first()].map(|matrix| Operand::rows(matrix.clone()));
+            plain_into(&x, &weight, self.to, self.into == Into::Sum, [m, n, k]);
             return true;
         }
         let operands = [x, self.to];
@@ -136,19 +136,23 @@ impl Projection<'_> {
         if self.into == Into::Sum {
             buffers.push(&self.to.handle);
         }
-        CudaKernel::new(&SKINNY, "gemm_skinny", threads as u32)
-            .define("K_DIM", k)
-            .define("TOKENS", SKINNY_ROWS)
-            .define("ROW_TILES", how.tiles)
-            .define("K_WARPS", how.warps)
-            .define("AHEAD", how.ahead)
-            .define("CS", how.sharing)
-            .define("BLOCKS_PER_SM", how.blocks_per_processor)
-            .define("ONCE", u8::from(how.most.is_none()))
-            .define("PARTS", self.weight.matrices().len())
-            .define("NORM", u8::from(normed))
-            .define("ADD", u8::from(self.into == Into::Sum))
-            .define("SWIGLU", u8::from(self.into == Into::Swiglu))
-            .launch(&x.client, [blocks as u32, 1, 1], &buffers, scalars);
+        // SAFETY: rows, weight and result are dense matrices of bf16 of the stated sizes, of which `Skinny::of`
+        // supports the division; the list of buffers follows PARTS, NORM and ADD.
+        unsafe {
+            CudaKernel::new(&SKINNY, "gemm_skinny", threads as u32)
+                .define("K_DIM", k)
+                .define("TOKENS", SKINNY_ROWS)
+                .define("ROW_TILES", how.tiles)
+                .define("K_WARPS", how.warps)
+                .define("AHEAD", how.ahead)
+                .define("CS", how.sharing)
+                .define("BLOCKS_PER_SM", how.blocks_per_processor)
+                .define("ONCE", u8::from(how.most.is_none()))
+                .define("PARTS", self.weight.matrices().len())
+                .define("NORM", u8::from(normed))
+                .define("ADD", u8::from(self.into == Into::Sum))
+                .define("SWIGLU", u8::from(self.into == Into::Swiglu))
+                .launch(&x.client, [blocks as u32, 1, 1], &buffers, scalars);
+        }
     }
 }

@@ -1,5 +1,10 @@
 //! Launches of `gemm.cu` and `gemm_dyn.cu`.
 
+#![expect(
+    unsafe_code,
+    reason = "launches of kernels; each states why its arguments fit"
+)]
+
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
 use cubecl::prelude::TensorMapSwizzle;
@@ -114,12 +119,17 @@ impl<'a> Tiled<'a> {
             .define("CS", tile.sharing)
             .define("BLOCKS_PER_SM", tile.blocks_per_processor);
         let blocks = tile.sharing * m.div_ceil(tile.rows) * n.div_ceil(tile.columns);
-        self.define(kernel, self.c, adds).launch_resources(
-            &self.a.client,
-            [blocks as u32, k.div_ceil(part) as u32, 1],
-            resources,
-            scalars,
-        );
+        let kernel = self.define(kernel, self.c, adds);
+        // SAFETY: A, B and C are dense matrices of the sizes of this product, and C has a matrix for each piece;
+        // boxes that leave an operand are zeros. The list of resources follows PARTS, BIAS and ADD.
+        unsafe {
+            kernel.launch_resources(
+                &self.a.client,
+                [blocks as u32, k.div_ceil(part) as u32, 1],
+                resources,
+                scalars,
+            );
+        }
     }
 
     /// Launches `gemm_dyn.cu`.
@@ -158,12 +168,12 @@ impl<'a> Tiled<'a> {
             .define("STORE", u8::from(stored));
         let tiles = m.div_ceil(128) * n.div_ceil(columns) * pieces;
         let blocks = sharing * tiles.min(PROCESSORS / sharing);
-        self.define(kernel, target, adds).launch_resources(
-            &self.a.client,
-            [blocks as u32, 1, 1],
-            resources,
-            scalars,
-        );
+        let kernel = self.define(kernel, target, adds);
+        // SAFETY: as in `launch`; the pieces are in `partial` if there are several, and C is a tensor map if STORE
+        // is 1.
+        unsafe {
+            kernel.launch_resources(&self.a.client, [blocks as u32, 1, 1], resources, scalars);
+        }
         if let Some(partial) = partial {
             reduce(&partial, self.c, self.into == Into::Sum, [pieces, m * n]);
         }
@@ -176,13 +186,16 @@ pub(super) fn reduce(partial: &CubeTensor, c: &CubeTensor, adds: bool, [pieces, 
     if adds {
         buffers.push(&c.handle);
     }
-    CudaKernel::new(&GEMM, "gemm_reduce", 256)
-        .define("ADD", u8::from(adds))
-        .define("OUT_F32", u8::from(c.dtype() == DType::F32))
-        .launch(
-            &partial.client,
-            [size.div_ceil(1024).min(1 << 14) as u32, 1, 1],
-            &buffers,
-            vec![size as u64, pieces as u64],
-        );
+    // SAFETY: `partial` has `pieces` matrices of `size` numbers, and `c` has `size`.
+    unsafe {
+        CudaKernel::new(&GEMM, "gemm_reduce", 256)
+            .define("ADD", u8::from(adds))
+            .define("OUT_F32", u8::from(c.dtype() == DType::F32))
+            .launch(
+                &partial.client,
+                [size.div_ceil(1024).min(1 << 14) as u32, 1, 1],
+                &buffers,
+                vec![size as u64, pieces as u64],
+            );
+    }
 }
