@@ -5,6 +5,7 @@ use std::path::Path;
 
 use burn::tensor::{DType, Device, Tensor};
 
+use crate::kernels;
 use crate::model::{
     ModelError, PackedValues, ScoreRow, StepReport, TrainedModel, ValueInterface, ValueModel,
 };
@@ -192,7 +193,7 @@ impl<M: ValueInterface> ValueModel for Critic<M> {
             let values = at_least_f32(module.values(ids)).reshape([rows.len() * width]);
             let places = last.iter().enumerate();
             let places = places.map(|(row, last)| (row * width + last) as i32);
-            loss(values.select(0, rows::indices(places.collect(), device)))
+            loss(values.select(0, kernels::indices(places.collect(), device)))
         })
     }
 }

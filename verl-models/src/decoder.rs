@@ -14,15 +14,13 @@ use crate::blocks::mlp::Mlp;
 use crate::blocks::norm::RmsNorm;
 use crate::blocks::rope::{Rope, RopeConfig, Rotation};
 use crate::device::is_cpu;
+use crate::error::ModelError;
 use crate::hf::{self, LoadError, LoadReport};
-use crate::kernels::{self, AttentionParameters, AttentionSizes, Sequences};
-use crate::model::{ModelError, ModelInterface, padded_hidden};
+use crate::kernels::{self, AttentionParameters, AttentionSizes, Sequences, indices};
+use crate::padded::padded_hidden;
 use crate::parameters::fill_parameters;
 use crate::prefixes::Distinct;
 use crate::random;
-use crate::rollout::EngineKind;
-use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
-use crate::rows::indices;
 
 /// The architecture of a [`Decoder`]. [`crate::families`] reads it from a config.json.
 #[derive(Debug, Clone, PartialEq)]
@@ -96,7 +94,7 @@ pub struct Decoder {
     /// The folder it was loaded from.
     #[module(skip)]
     pub(crate) origin: Option<Arc<hf::Origin>>,
-    /// Type of the weights that [`ModelInterface::save`] writes.
+    /// Type of the weights in folders that are written.
     #[module(skip)]
     pub save_dtype: hf::SaveDType,
 }
@@ -454,50 +452,38 @@ fn layer(c: &DecoderConfig, device: &Device) -> DecoderLayer {
     }
 }
 
-impl ModelInterface for Decoder {
-    fn vocab_size(&self) -> usize {
-        self.config.vocab_size
-    }
-
-    fn max_tokens(&self) -> usize {
-        self.config.max_tokens
-    }
-
-    fn hidden(&self, ids: Tensor<2, Int>) -> Tensor<3> {
+impl Decoder {
+    /// Final hidden states, after the last norm.
+    ///
+    /// # Shapes
+    /// `ids`: `[B, S]`; result: `[B, S, D]`
+    pub fn hidden(&self, ids: Tensor<2, Int>) -> Tensor<3> {
         self.model.forward(ids, &self.rope)
     }
 
-    fn packs(&self) -> bool {
+    /// Whether [`Decoder::hidden_packed`] is faster than padding.
+    pub fn packs(&self) -> bool {
         self.model.packs()
     }
 
-    fn hidden_packed(&self, ids: Tensor<1, Int>, lengths: &[usize]) -> Tensor<2> {
+    /// [`Decoder::hidden`] of concatenated sequences of these lengths, each at least 1.
+    ///
+    /// # Shapes
+    /// `ids`: `[N]`, with `N` the sum of `lengths`; result: `[N, D]`
+    pub fn hidden_packed(&self, ids: Tensor<1, Int>, lengths: &[usize]) -> Tensor<2> {
         if self.model.can_pack() {
             self.model.packed(ids, lengths, &self.rope)
         } else {
-            padded_hidden(self, ids, lengths)
+            padded_hidden(ids, lengths, |ids| self.hidden(ids))
         }
     }
 
-    fn head(&self) -> Tensor<2> {
+    /// Weight of the output head, `[V, D]`: the embedding if the decoder is tied.
+    pub fn head(&self) -> Tensor<2> {
         match &self.lm_head {
             Some(head) => head.weight.val(),
             None => self.model.embed_tokens.weight.val(),
         }
-    }
-
-    /// Uses [`batched`](crate::rollout::batched).
-    fn generate(
-        &self,
-        requests: &[RolloutRequest],
-        settings: &SamplingSettings,
-        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
-    ) -> Result<(), RolloutError> {
-        EngineKind::default().generate(self, requests, settings, on_done)
-    }
-
-    fn save(&self, dir: &Path) -> Result<(), ModelError> {
-        self.save_as(dir, self.save_dtype)
     }
 }
 
@@ -607,7 +593,7 @@ mod tests {
             let ids: Vec<i32> = (0..11).map(|at| at * 37 % 100).collect();
             let ids = Tensor::from_data(TensorData::new(ids, [11]), &device);
             let packed = decoder.hidden_packed(ids.clone(), &lengths);
-            let padded = padded_hidden(&decoder, ids, &lengths);
+            let padded = padded_hidden(ids, &lengths, |ids| decoder.hidden(ids));
             let [packed, padded] = [packed, padded].map(Tensor::into_data);
             let pairs = packed.iter::<f32>().zip(padded.iter::<f32>());
             for (got, want) in pairs {

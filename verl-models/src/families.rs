@@ -311,8 +311,6 @@ fn family_of(config: &DecoderConfig) -> &'static Family {
 mod tests {
     use super::*;
     use crate::blocks::rope::RopeScaling;
-    use crate::memory::{Usage, footprint};
-    use burn::tensor::DType;
 
     fn base() -> Value {
         json!({
@@ -535,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn oversized_values_are_refused_and_smaller_ones_overflow_no_product() {
+    fn oversized_values_are_refused() {
         for (name, most) in SIZES {
             for size in [most as u64 + 1, u64::MAX] {
                 let reason = format!(
@@ -550,16 +548,7 @@ mod tests {
              probably damaged",
         );
         let all = SIZES.map(|(name, most)| (name.to_owned(), json!(most)));
-        let config = read(Value::Object(all.into_iter().collect())).unwrap();
-        for recompute in [false, true] {
-            let usage = Usage {
-                dtype: DType::F32,
-                device: "cuda:0",
-                scores_tokens: true,
-                recompute,
-            };
-            assert!(footprint(&config, usage).copies > 0);
-        }
+        assert!(read(Value::Object(all.into_iter().collect())).is_ok());
     }
 
     #[test]

@@ -10,8 +10,8 @@ use burn::tensor::{DType, Tensor, TensorData};
 use safetensors::tensor::{SafeTensors, TensorView};
 
 use crate::blocks::norm::to_dtype;
+use crate::error::ModelError;
 use crate::files;
-use crate::model::ModelError;
 use crate::random;
 
 /// Name and shape of every parameter in the order of the module's fields; nothing is read from a device.
@@ -76,7 +76,7 @@ pub fn cast<M: Module>(module: M, dtype: DType) -> M {
 }
 
 /// Writes all parameters by name to a safetensors file, in f32. For most models this is a sufficient implementation of
-/// [`ModelInterface::save`](crate::model::ModelInterface::save).
+/// `ModelInterface::save`.
 ///
 /// # Errors
 /// [`ModelError::File`] if the file cannot be written.

@@ -7,6 +7,7 @@ use std::path::Path;
 
 use burn::tensor::{Device, Tensor};
 
+use crate::kernels;
 use crate::model::{
     ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel, ScoreRow,
     Scores, StepReport, TopTokens, TrainedModel,
@@ -14,12 +15,9 @@ use crate::model::{
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::packing::{Layout, Packed, TrainingBatch};
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
-use crate::rows::{self, Call, CallLimits, PackedCall};
+use crate::rows::{self, Call, CallLimits, PackedCall, TRAIN_CHUNK};
 use crate::scoring::{Extras, TokenScores};
 use crate::trained::Trained;
-
-/// Tokens whose logits are in memory at once while training.
-pub(crate) const TRAIN_CHUNK: usize = 256;
 
 /// A model with an optimiser, or a frozen one without.
 ///
@@ -119,7 +117,7 @@ fn score_packed<M: ModelInterface>(
     ids.resize(call.lengths.iter().sum(), 0);
     let [chunk, tokens] = limits.packed_product(packed.rows.len());
     packed.pad(tokens);
-    let hidden = module.hidden_packed(rows::indices(ids, device), &call.lengths);
+    let hidden = module.hidden_packed(kernels::indices(ids, device), &call.lengths);
     let found = packed.score(hidden, module.head(), device, temperature, extras, chunk);
     scores_of(&packed, found, call.rows.len())
 }

@@ -9,11 +9,10 @@ use crate::compiled;
 use crate::decoder::DecoderConfig;
 use crate::device::is_cpu;
 use crate::kernels::{
-    self, AttentionParameters, AttentionShape, AttentionSizes, Sequences, attention_block, linear,
-    mlp_block, rms_norm, swiglu, take_rows,
+    self, AttentionParameters, AttentionShape, AttentionSizes, Sequences, attention_block, indices,
+    linear, mlp_block, rms_norm, swiglu, take_rows,
 };
 use crate::optim::kernels::{AdamWScalars, AdamWUpdate, adamw_all, sum_of_squares};
-use crate::rows::indices;
 use crate::scoring::{Extras, linear_log_probs};
 
 /// What is measured.

@@ -148,7 +148,6 @@ pub(super) fn multiplied(config: &DecoderConfig) -> (f64, f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::ModelInterface;
 
     #[test]
     fn presets_match_the_published_configs() {

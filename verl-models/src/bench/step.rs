@@ -13,7 +13,7 @@ use super::{
 };
 use crate::compiled;
 use crate::decoder::Decoder;
-use crate::model::{ModelInterface, PolicyModel, ScoreRow, Scores, TrainedModel};
+use crate::model::{PolicyModel, ScoreRow, Scores, TrainedModel};
 use crate::policy::Policy;
 use crate::rollout::engine::SamplingSettings;
 use crate::scoring::Extras;

@@ -10,7 +10,7 @@ use crate::compiled;
 use crate::decoder::{Decoder, DecoderConfig};
 use crate::device::is_cpu;
 use crate::memory::{Usage, footprint};
-use crate::model::{ModelInterface, PolicyModel, ScoreRow, TrainedModel};
+use crate::model::{PolicyModel, ScoreRow, TrainedModel};
 use crate::optim::OptimizerConfig;
 use crate::policy::Policy;
 use crate::random::{DrawKey, Purpose};

@@ -12,16 +12,7 @@ use super::rope::Rotation;
 use crate::kernels::{self, AttentionShape};
 use crate::prefixes::Segment;
 
-/// Heads of an attention block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Heads {
-    /// Query heads, `H`.
-    pub query: usize,
-    /// Key/value heads, `K`; a divisor of `H`.
-    pub key_value: usize,
-    /// Width of a head, `Dh`.
-    pub dim: usize,
-}
+pub use crate::kernels::Heads;
 
 /// Queries, keys and values of one call, normed and rotated.
 #[derive(Debug, Clone)]

@@ -4,6 +4,7 @@ use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Device, Int, Tensor};
 
 use crate::kernels;
+pub use crate::kernels::linear_or_composed as linear;
 
 /// y = x Wᵀ + b, with W stored as `[out, in]`.
 #[derive(Module, Debug)]
@@ -31,19 +32,6 @@ impl Linear {
             Some(bias) => y + bias.val().unsqueeze(),
             None => y,
         }
-    }
-}
-
-/// x Wᵀ, with the fused kernel where the device has one. On the CPU, the bits of an element then depend only on its row
-/// of `x` and its row of `weight`, whereas burn's product also depends on cache sizes.
-///
-/// # Shapes
-/// `x`: `[N, in]`; `weight`: `[out, in]`; result: `[N, out]`
-pub fn linear(x: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
-    if kernels::are_fused(&x.device(), x.dtype()) {
-        kernels::linear(x, weight)
-    } else {
-        x.matmul(weight.transpose())
     }
 }
 

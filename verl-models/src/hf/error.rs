@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::report::LoadReport;
-use crate::model::ModelError;
+use crate::error::ModelError;
 
 /// Why a folder cannot be loaded.
 #[derive(Debug, thiserror::Error)]

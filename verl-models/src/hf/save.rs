@@ -13,9 +13,9 @@ use serde_json::{Map, Value};
 
 use super::config::Origin;
 use crate::decoder::{Decoder, DecoderConfig};
+use crate::error::ModelError;
 use crate::families;
 use crate::files;
-use crate::model::ModelError;
 use crate::parameters::visit_parameters;
 use crate::tokenizer;
 

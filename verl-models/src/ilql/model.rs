@@ -7,6 +7,7 @@ use burn::tensor::{Device, Tensor};
 
 use super::IlqlDecoder;
 use crate::blocks::linear::linear;
+use crate::kernels;
 use crate::model::{
     Extras, ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel,
     ScoreRow, Scores, StepReport, TopTokens, TrainedModel,
@@ -72,6 +73,12 @@ impl IlqlPolicy {
         Ok(IlqlPolicy { policy })
     }
 
+    /// The policy, if it is one with ILQL's heads.
+    pub fn of<'a>(policy: &'a mut (dyn PolicyModel + 'static)) -> Option<&'a mut IlqlPolicy> {
+        let policy: &mut dyn Any = policy;
+        policy.downcast_mut()
+    }
+
     /// The module, without autodiff.
     ///
     /// # Panics
@@ -133,11 +140,11 @@ impl States {
         let hidden = module.hidden(ids);
         let [b, s, d] = hidden.dims();
         let hidden = hidden.reshape([b * s, d]);
-        let states = hidden.select(0, rows::indices(self.positions, device)); // [M + R, D]
+        let states = hidden.select(0, kernels::indices(self.positions, device)); // [M + R, D]
         let actions = states
             .clone()
-            .select(0, rows::indices(self.actions, device)); // [M, D]
-        let tokens = rows::indices(self.tokens, device).unsqueeze_dim::<2>(1);
+            .select(0, kernels::indices(self.actions, device)); // [M, D]
+        let tokens = kernels::indices(self.tokens, device).unsqueeze_dim::<2>(1);
         let targets = module.heads.target_qs(actions.clone().detach());
         let targets = targets.into_iter();
         PackedIlql {
@@ -180,7 +187,7 @@ impl IlqlModel for IlqlPolicy {
     }
 }
 
-/// Delegates to the inner policy, except that it gives access to the heads.
+/// Delegates to the inner policy.
 impl PolicyModel for IlqlPolicy {
     fn generate(
         &self,
@@ -231,10 +238,6 @@ impl PolicyModel for IlqlPolicy {
     ) -> Result<f64, ModelError> {
         self.policy
             .accumulate_listed(rows, listed, select, temperature, loss)
-    }
-
-    fn ilql(&mut self) -> Option<&mut dyn IlqlModel> {
-        Some(self)
     }
 }
 

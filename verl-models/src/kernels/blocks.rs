@@ -23,9 +23,8 @@ use burn::tensor::{DType, Device, Int, Tensor};
 
 use self::attention_half::{AttentionHalf, AttentionHalfStep};
 use self::mlp_half::{MlpHalf, MlpHalfStep};
-use super::{AttentionShape, attention_is_fused};
+use super::{AttentionShape, attention_is_fused, indices};
 use crate::device::is_cpu;
-use crate::rows::indices;
 
 pub use self::steps::{BlockGradients, Places};
 

@@ -2,7 +2,7 @@
 //!
 //! Only the arithmetic, apart from the launches, so that it can be tested without a GPU.
 
-use crate::blocks::attention::Heads;
+use super::Heads;
 
 /// Most rows of a step that one kernel supports.
 pub(crate) const MAX_ROWS: usize = 128;

@@ -8,8 +8,12 @@ mod blocks;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+mod heads;
 #[cfg(any(feature = "cuda", test))]
 mod layer_units;
+pub mod optimizer;
+#[cfg(any(feature = "cuda", test))]
+pub(crate) mod pool;
 pub(crate) mod product;
 #[cfg(test)]
 mod tests;
@@ -31,9 +35,16 @@ pub use blocks::{
     AttentionParameters, AttentionSizes, BlockOps, Sequences, attention_block, blocks_are_fused,
     mlp_block,
 };
+pub use heads::Heads;
 
 use self::product::Matrix;
 use crate::device::is_cpu;
+
+/// Maximum bytes of logits that GPU kernels have in memory at once, unless a single chunk of tokens takes more.
+pub(crate) const LOGIT_BYTES: usize = 768 << 20;
+
+/// Maximum bytes of logits that a GPU keeps from the forward for the backward pass.
+pub(crate) const KEPT_LOGIT_BYTES: usize = 3 << 30;
 
 /// Whether fused operations exist for tensors of this device and dtype. [`attention`] has further requirements; see
 /// [`attention_is_fused`].
@@ -86,6 +97,25 @@ pub fn linear(x: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
         x.into_dispatch(),
         weight.into_dispatch(),
     ))
+}
+
+/// x Wᵀ, with [`linear`] where the device has it. On the CPU, the bits of an element then depend only on its row of `x`
+/// and its row of `weight`, whereas burn's product also depends on cache sizes.
+///
+/// # Shapes
+/// `x`: `[N, in]`; `weight`: `[out, in]`; result: `[N, out]`
+pub fn linear_or_composed(x: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
+    if are_fused(&x.device(), x.dtype()) {
+        linear(x, weight)
+    } else {
+        x.matmul(weight.transpose())
+    }
+}
+
+/// A list of indices or ids on the device.
+pub(crate) fn indices(values: Vec<i32>, device: &Device) -> Tensor<1, Int> {
+    let length = values.len();
+    Tensor::from_data(TensorData::new(values, [length]), device)
 }
 
 /// Rows of `table` selected by `index`. The backward pass is faster with `ascending`, which says that the index

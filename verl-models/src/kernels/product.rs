@@ -3,7 +3,7 @@
 //! c[m, n] = Σ_k a[m, k] · b[k, n]: each element adds its terms in ascending order of k to one sum, and a product is
 //! fused with its addition. So the bits of an element depend only on its row and its column: not on the width of the
 //! registers, the sizes of the caches, the number of threads, or the rows and columns beside it. The rollout's products
-//! with packed weights ([`Packed`](crate::rollout)) add in the same order and have the same bits.
+//! with packed weights add in the same order and have the same bits.
 //!
 //! Columns of `b` are packed into panels of two registers. A tile of rows of `a` is multiplied with a panel while all
 //! its sums stay in registers: 12 × 32 with 32 registers of 16 numbers, 6 × 16 with 16 registers of 8.

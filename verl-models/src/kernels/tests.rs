@@ -6,11 +6,9 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use super::{
     AttentionParameters, AttentionShape, AttentionSizes, Sequences, are_fused, attention,
-    attention_block, linear, mlp_block, rms_norm, swiglu,
+    attention_block, indices, linear, mlp_block, rms_norm, swiglu,
 };
-use crate::blocks::rope::{Rope, RopeConfig, RopeScaling};
 use crate::prefixes::Distinct;
-use crate::rows::indices;
 use crate::toy::numbers;
 
 /// Largest difference as a share of the largest value: sums of up to some hundred f32 terms in a different order.
@@ -138,14 +136,49 @@ fn repeated(x: Tensor<4>, times: usize) -> Tensor<4> {
         .reshape([b, k * times, s, dim])
 }
 
-fn composed_attention(shape: &AttentionShape, x: &[Tensor<2>], rope: &Rope) -> Tensor<2> {
+/// Rotary positions of heads of this width.
+struct Rotary {
+    head_dim: usize,
+}
+
+impl Rotary {
+    /// Cosines and signed sines of positions `0..length`, `[length, Dh]` each.
+    fn tables(&self, length: usize, device: &Device) -> [Tensor<2>; 2] {
+        let half = self.head_dim / 2;
+        let angle = |at: usize| {
+            let (position, element) = (at / self.head_dim, at % self.head_dim);
+            let pair = (element % half) as f64 / half as f64;
+            let sign = if element < half { -1.0 } else { 1.0 };
+            (position as f64 * 100f64.powf(-pair), sign)
+        };
+        let table = |of: fn((f64, f64)) -> f64| {
+            let values = (0..length * self.head_dim).map(|at| of(angle(at)) as f32);
+            let data = TensorData::new(values.collect(), [length, self.head_dim]);
+            Tensor::from_data(data, device)
+        };
+        [
+            table(|(angle, _)| angle.cos()),
+            table(|(angle, sign)| sign * angle.sin()),
+        ]
+    }
+
+    /// Rotates `[B, H, S, Dh]`.
+    fn apply(&self, x: Tensor<4>) -> Tensor<4> {
+        let [_, _, length, dim] = x.dims();
+        let tables = self.tables(length, &x.device().without_autodiff());
+        let [cos, sin] = tables.map(|table| table.reshape([1, 1, length, dim]));
+        let swapped = [dim / 2, 0].map(|from| x.clone().narrow(3, from, dim / 2));
+        x * cos + Tensor::cat(swapped.into(), 3) * sin
+    }
+}
+
+fn composed_attention(shape: &AttentionShape, x: &[Tensor<2>], rope: &Rotary) -> Tensor<2> {
     let (s, dim) = (shape.tokens, shape.head_dim);
     let device = x[0].device();
-    let rotation = rope.leading(s, &device.clone().without_autodiff(), DType::F32);
     let group = shape.query_heads / shape.key_heads;
-    let queries = rotation.apply(heads(x[0].clone(), shape, shape.query_heads));
+    let queries = rope.apply(heads(x[0].clone(), shape, shape.query_heads));
     let keys = repeated(
-        rotation.apply(heads(x[1].clone(), shape, shape.key_heads)),
+        rope.apply(heads(x[1].clone(), shape, shape.key_heads)),
         group,
     );
     let values = repeated(heads(x[2].clone(), shape, shape.key_heads), group);
@@ -175,13 +208,7 @@ fn check_attention(
         head_dim,
         segments: None,
     };
-    let rope = Rope::new(
-        RopeConfig {
-            theta: 100.0,
-            scaling: RopeScaling::Default,
-        },
-        head_dim,
-    );
+    let rope = Rotary { head_dim: head_dim };
     let rows = sequences * tokens;
     let inputs = vec![
         input(rows, query_heads * head_dim, 7),
@@ -190,7 +217,7 @@ fn check_attention(
     ];
     let fused = |x: &[Tensor<2>]| {
         let device = x[0].device().without_autodiff();
-        let [cos, sin] = rope.leading(tokens, &device, DType::F32).tables();
+        let [cos, sin] = rope.tables(tokens, &device);
         attention(
             shape.clone(),
             x[0].clone(),
@@ -230,13 +257,7 @@ fn attention_is_its_composition_for_short_and_long_sequences() {
 #[test]
 fn attention_over_segments_is_that_of_each_sequence() {
     let [query_heads, key_heads, head_dim] = [4, 2, 6];
-    let rope = Rope::new(
-        RopeConfig {
-            theta: 100.0,
-            scaling: RopeScaling::Default,
-        },
-        head_dim,
-    );
+    let rope = Rotary { head_dim: head_dim };
     let prompt: Vec<i32> = (0..21).collect();
     let with = |shared: usize, own: std::ops::Range<i32>| {
         [&prompt[..shared], &own.collect::<Vec<_>>()].concat()
@@ -278,7 +299,7 @@ fn attention_over_segments_is_that_of_each_sequence() {
         let fused = |x: &[Tensor<2>]| {
             let device = x[0].device().without_autodiff();
             let longest = lengths.iter().copied().max().unwrap();
-            let [cos, sin] = rope.leading(longest, &device, DType::F32).tables();
+            let [cos, sin] = rope.tables(longest, &device);
             let shape = shape(0, 0, Some(distinct.segments.clone()));
             let mixed = attention(shape, x[0].clone(), x[1].clone(), x[2].clone(), cos, sin);
             mixed.select(0, indices(places.clone(), &x[0].device()))
@@ -336,13 +357,9 @@ fn the_first_half_of_a_layer_is_its_composition() {
         head_dim: 6,
     };
     let [query, key] = [24, 12];
-    let rope = Rope::new(
-        RopeConfig {
-            theta: 100.0,
-            scaling: RopeScaling::Default,
-        },
-        sizes.head_dim,
-    );
+    let rope = Rotary {
+        head_dim: sizes.head_dim,
+    };
     for (lengths, biased) in [
         (vec![1], true),
         (vec![3, 17, 5], true),
@@ -396,7 +413,7 @@ fn the_first_half_of_a_layer_is_its_composition() {
                     bias: biased.then(|| x[6].clone().reshape([query + 2 * key])),
                     output: x[5].clone(),
                 };
-                let tables = rope.full_tables(sequences.longest(), &device);
+                let tables = rope.tables(sequences.longest(), &device);
                 let settings = (sizes, EPSILON, recompute);
                 attention_block(x[0].clone(), parameters, tables, &sequences, settings)
             };

@@ -2,10 +2,9 @@
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
-use super::TRAIN_CHUNK;
 use crate::model::{ListedTokens, ModelError, ModelInterface, PackedListed, ScoreRow, TopTokens};
 use crate::packing::{Layout, Packed, TrainingBatch};
-use crate::rows::{self, Call, CallLimits};
+use crate::rows::{self, Call, CallLimits, TRAIN_CHUNK};
 use crate::scoring::{listed_log_probs, top_log_probs};
 use crate::trained::Trained;
 

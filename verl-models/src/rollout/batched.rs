@@ -16,10 +16,13 @@ use super::sampling::Sampler;
 use super::stop::StopRules;
 use super::tensor::TensorDecoder;
 use crate::decoder::Decoder;
-use crate::model::ModelInterface;
+use crate::interface::ModelInterface;
 
 /// Rows that are decoded at once.
 pub const MAX_ROWS: usize = 64;
+
+/// Share of a GPU's memory that keys and values of a rollout may take.
+pub(crate) const CACHE_SHARE: f64 = 0.4;
 
 /// The batched engine of [`Decoder`].
 #[derive(Debug, Clone, Copy, Default)]

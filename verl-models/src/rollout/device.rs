@@ -8,14 +8,22 @@
 //! because products of other sizes run in other kernels. They do not depend on the contents of the other rows, but on
 //! when few rows remain. The same requests give the same bits.
 
+use burn::module::Param;
+use burn::tensor::{DType, Tensor};
+
+use super::batched::CACHE_SHARE;
 use super::engine::{
     FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings, check_requests,
 };
-use super::pool::{BLOCK, blocks_for, blocks_of};
 use super::row_steps;
-use crate::decoder::Decoder;
-use crate::kernels::cuda::decode::{self, DeviceDecoder, Drawing, Response, Sizes, Start, state};
-use crate::model::ModelInterface;
+use crate::blocks::linear::Linear;
+use crate::blocks::norm::RmsNorm;
+use crate::decoder::{Decoder, DecoderConfig, DecoderLayer};
+use crate::interface::ModelInterface;
+use crate::kernels::cuda::decode::{
+    self, DeviceDecoder, Drawing, LayerWeights, Response, Shape, Sizes, Start, Weights, state,
+};
+use crate::kernels::pool::{BLOCK, blocks_for, blocks_of};
 
 /// Numbers of rows that buffers may have.
 const ROWS: &[usize] = &[16, 32, 64, 128, 256, 512];
@@ -29,8 +37,6 @@ const FILLED: usize = 16;
 const MIN_STEPS_TO_MOVE: usize = 32;
 /// Most ids that end a response.
 const MAX_EOS_IDS: usize = 32;
-/// Share of the device's memory available for keys and values.
-const CACHE_SHARE: f64 = 0.4;
 
 type OnDone<'a> = &'a mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>;
 
@@ -40,7 +46,63 @@ pub(crate) fn supports(model: &Decoder, settings: &SamplingSettings) -> bool {
     settings.stop_texts.is_empty()
         && settings.repetition_penalty == 1.0
         && settings.eos_ids.len() <= MAX_EOS_IDS
-        && decode::supports(model)
+        && !model.config.output_bias
+        && !model.config.mlp_bias
+        && decode::supports(&shape(&model.config), embedding(model))
+}
+
+fn embedding(model: &Decoder) -> Tensor<2> {
+    model.model.embed_tokens.weight.val()
+}
+
+fn shape(config: &DecoderConfig) -> Shape {
+    Shape {
+        width: config.hidden_size,
+        inner: config.intermediate_size,
+        vocab: config.vocab_size,
+        heads: config.heads,
+        epsilon: config.norm_epsilon,
+    }
+}
+
+/// The weights of a decoder for rows with buffers of these sizes.
+fn weights(model: &Decoder, sizes: &Sizes) -> Weights {
+    let embedding = embedding(model);
+    let rotation = (model.rope).leading(sizes.positions(), &embedding.device(), DType::F32);
+    Weights {
+        layers: model.model.layers.iter().map(layer_weights).collect(),
+        norm: gain(&model.model.norm),
+        head: model.lm_head.as_ref().map(weight),
+        rotation: rotation.tables(),
+        embedding,
+    }
+}
+
+fn layer_weights(layer: &DecoderLayer) -> LayerWeights {
+    let (attention, mlp) = (&layer.self_attn, &layer.mlp);
+    let projections = [&attention.q_proj, &attention.k_proj, &attention.v_proj];
+    let biases = projections.map(|linear| linear.bias.as_ref().map(Param::val));
+    let biases: Vec<Tensor<1>> = biases.into_iter().flatten().collect();
+    let norms = attention.q_norm.as_ref().zip(attention.k_norm.as_ref());
+    LayerWeights {
+        input_norm: gain(&layer.input_layernorm),
+        projections: projections.map(weight),
+        bias: (!biases.is_empty()).then(|| Tensor::cat(biases, 0)),
+        head_norms: norms.map(|(queries, keys)| [gain(queries), gain(keys)]),
+        output: weight(&attention.o_proj),
+        mlp_norm: gain(&layer.post_attention_layernorm),
+        gate: weight(&mlp.gate_proj),
+        up: weight(&mlp.up_proj),
+        down: weight(&mlp.down_proj),
+    }
+}
+
+fn weight(linear: &Linear) -> Tensor<2> {
+    linear.weight.val()
+}
+
+fn gain(norm: &RmsNorm) -> Tensor<1> {
+    norm.weight.val()
 }
 
 /// Samples all responses; `settings` must have been checked.
@@ -78,7 +140,8 @@ pub(crate) fn generate(
         new_tokens,
         blocks: blocks_for(&needs, rows),
     };
-    let decoder = DeviceDecoder::new(model, sizes, drawing(settings));
+    let weights = weights(model, &sizes);
+    let decoder = DeviceDecoder::new(shape(&model.config), weights, sizes, drawing(settings));
     let batch = Batch {
         decoder,
         requests,
@@ -105,7 +168,8 @@ fn rows(model: &Decoder, needs: &[usize]) -> usize {
     let config = &model.config;
     let element = model.head().dtype().size();
     let token = 2 * config.layers * config.heads.key_value * config.heads.dim * element;
-    let room = decode::memory(model).map_or(f64::INFINITY, |bytes| CACHE_SHARE * bytes as f64);
+    let room =
+        decode::memory(embedding(model)).map_or(f64::INFINITY, |bytes| CACHE_SHARE * bytes as f64);
     let fits = |rows: &&usize| (blocks_for(needs, **rows) * BLOCK * token) as f64 <= room;
     let fitting: Vec<usize> = ROWS.iter().take_while(fits).copied().collect();
     let enough = fitting.iter().find(|&&rows| rows >= needs.len());

@@ -13,7 +13,7 @@ use super::row::Row;
 use super::sampling::Sampler;
 use super::stop::StopRules;
 use crate::blocks::linear::linear;
-use crate::model::ModelInterface;
+use crate::interface::ModelInterface;
 
 /// The plain engine.
 #[derive(Debug, Clone, Copy, Default)]

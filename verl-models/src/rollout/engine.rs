@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::stop::TextDecoder;
-use crate::model::ModelInterface;
+use crate::interface::ModelInterface;
 use crate::random::DrawKey;
 
 /// One response to sample.

@@ -11,8 +11,6 @@ mod device;
 pub mod eager;
 pub mod engine;
 mod host;
-#[cfg(any(test, feature = "cuda"))]
-pub(crate) mod pool;
 mod race;
 pub(crate) mod row;
 pub(crate) mod row_steps;

@@ -5,7 +5,8 @@ use std::path::Path;
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
-use crate::model::{ModelError, ModelInterface};
+use crate::error::ModelError;
+use crate::interface::ModelInterface;
 use crate::random::{DrawKey, Purpose};
 
 /// Hidden state at s is Σ_{r ≤ s} embedding(id_r); no attention, no layers.

@@ -11,9 +11,8 @@ use burn::backend::{Autodiff, Dispatch, Flex, backend_extension};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use rayon::prelude::*;
 
-use crate::blocks::linear::linear;
 use crate::device::is_cpu;
-use crate::kernels::Products;
+use crate::kernels::{Products, linear_or_composed};
 use crate::vector::exponentials;
 
 use super::{Extras, Inputs, Statistics, TokenWeights, backward};
@@ -78,7 +77,7 @@ pub fn top_log_probs(
     let parts = (0..n).step_by(chunk.max(1)).map(|start| {
         let end = n.min(start + chunk.max(1));
         let rows = hidden.clone().slice([start..end, 0..d]);
-        let logits = linear(rows, head.clone())
+        let logits = linear_or_composed(rows, head.clone())
             .cast(wide)
             .div_scalar(temperature);
         let below = logits.clone() - logits.max_dim(1);

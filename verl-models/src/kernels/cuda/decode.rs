@@ -16,24 +16,72 @@ mod layers;
 mod prefill;
 mod step;
 
-use burn::backend::ops::FloatTensorOps;
-use burn::backend::{Cube, TensorMetadata};
-use burn::tensor::DType;
+use burn::backend::TensorMetadata;
+use burn::tensor::{DType, Tensor};
 use cubecl::client::Graph;
 use cubecl::server::Handle;
 
 use super::product::{Joined, supports_projection};
 use super::tensor::{CubeTensor, empty, integers, leading, primitive};
-use crate::blocks::linear::Linear;
-use crate::blocks::norm::RmsNorm;
-use crate::decoder::{Decoder, DecoderConfig};
-use crate::rollout::pool::{BLOCK, Pool, blocks_of};
+use crate::kernels::Heads;
+use crate::kernels::pool::{BLOCK, Pool, blocks_of};
 
 use self::book::Book;
 use self::layers::LayersKernel;
 
 pub(crate) use self::book::{Response, Start, state};
 pub(crate) use self::drawing::Drawing;
+
+/// The sizes of a decoder, and what it has besides its weights.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Shape {
+    /// Width of the residual stream.
+    pub width: usize,
+    /// Width inside the MLP.
+    pub inner: usize,
+    /// Size of the vocabulary.
+    pub vocab: usize,
+    /// Heads of the attention.
+    pub heads: Heads,
+    /// ε of every norm.
+    pub epsilon: f64,
+}
+
+/// The weights of a decoder in the order of a step. Matrices are `[out, in]`.
+pub(crate) struct Weights {
+    /// `[V, D]`.
+    pub embedding: Tensor<2>,
+    /// Layers, lowest first.
+    pub layers: Vec<LayerWeights>,
+    /// Norm after the last layer.
+    pub norm: Tensor<1>,
+    /// `[V, D]`; `None` if it is the embedding.
+    pub head: Option<Tensor<2>>,
+    /// Cosines and signed sines of the positions from 0, in f32 and at least as many as [`Sizes::positions`].
+    pub rotation: [Tensor<2>; 2],
+}
+
+/// The weights of a layer.
+pub(crate) struct LayerWeights {
+    /// Norm before attention.
+    pub input_norm: Tensor<1>,
+    /// Projections of queries, keys and values.
+    pub projections: [Tensor<2>; 3],
+    /// Their biases, one after another.
+    pub bias: Option<Tensor<1>>,
+    /// Norms of query and of key heads.
+    pub head_norms: Option<[Tensor<1>; 2]>,
+    /// Projection of the attention's result.
+    pub output: Tensor<2>,
+    /// Norm before the MLP.
+    pub mlp_norm: Tensor<1>,
+    /// Gate of the MLP.
+    pub gate: Tensor<2>,
+    /// What the gate scales.
+    pub up: Tensor<2>,
+    /// Projection back to the residual stream.
+    pub down: Tensor<2>,
+}
 
 /// Sizes of the buffers.
 #[derive(Debug, Clone, Copy)]
@@ -45,6 +93,13 @@ pub(crate) struct Sizes {
     pub new_tokens: usize,
     /// Blocks of the cache for all rows together.
     pub blocks: usize,
+}
+
+impl Sizes {
+    /// Positions that rows may have: complete blocks.
+    pub fn positions(&self) -> usize {
+        blocks_of(self.tokens) * BLOCK
+    }
 }
 
 /// Weights of a layer: all that are multiplied with the same vector form one product.
@@ -86,7 +141,7 @@ struct Buffers {
 
 /// A decoder with a cache, a step and its bookkeeping on the device.
 pub(crate) struct DeviceDecoder {
-    config: DecoderConfig,
+    shape: Shape,
     dtype: DType,
     sizes: Sizes,
     /// Rows of a step, at most those of the buffers.
@@ -128,14 +183,6 @@ impl Layer {
     }
 }
 
-fn weight(linear: &Linear) -> CubeTensor {
-    primitive(linear.weight.val())
-}
-
-fn gain(norm: &RmsNorm) -> CubeTensor {
-    primitive(norm.weight.val())
-}
-
 /// Whether a step supports heads of this width: part of a warp prepares a head, up to four adjacent elements of each
 /// half per lane.
 fn supports_head_dim(head_dim: usize) -> bool {
@@ -144,80 +191,64 @@ fn supports_head_dim(head_dim: usize) -> bool {
     half / together.unwrap_or(1) <= 32
 }
 
-/// Whether the kernels support this decoder.
-pub(crate) fn supports(decoder: &Decoder) -> bool {
-    let config = &decoder.config;
+/// Whether the kernels support a decoder with this embedding and no biases other than those of queries, keys and values.
+pub(crate) fn supports(shape: &Shape, embedding: Tensor<2>) -> bool {
+    let heads = shape.heads;
     let widths = [
-        config.hidden_size,
-        config.heads.query * config.heads.dim,
-        config.heads.key_value * config.heads.dim,
-        config.intermediate_size,
-        config.vocab_size,
+        shape.width,
+        heads.query * heads.dim,
+        heads.key_value * heads.dim,
+        shape.inner,
+        shape.vocab,
     ];
-    let embedding = primitive(decoder.model.embed_tokens.weight.val());
-    !config.output_bias
-        && !config.mlp_bias
-        && super::attention::supports(config.heads.dim)
-        && supports_head_dim(config.heads.dim)
-        && supports_projection(&embedding, &widths)
+    super::attention::supports(heads.dim)
+        && supports_head_dim(heads.dim)
+        && supports_projection(&primitive(embedding), &widths)
 }
 
-/// Size of the device's memory in bytes, if the device reports it.
-pub(crate) fn memory(decoder: &Decoder) -> Option<u64> {
-    let embedding = primitive(decoder.model.embed_tokens.weight.val());
-    embedding.client.properties().memory.max_memory()
+/// Size in bytes of the memory of the device on which a tensor is, if the device reports it.
+pub(crate) fn memory(tensor: Tensor<2>) -> Option<u64> {
+    primitive(tensor).client.properties().memory.max_memory()
 }
 
 impl DeviceDecoder {
-    pub fn new(decoder: &Decoder, sizes: Sizes, drawing: Drawing) -> Self {
-        let config = decoder.config.clone();
-        let embedding = primitive(decoder.model.embed_tokens.weight.val());
+    pub fn new(shape: Shape, weights: Weights, sizes: Sizes, drawing: Drawing) -> Self {
+        let embedding = primitive(weights.embedding);
         let dtype = embedding.dtype();
         let blocks = blocks_of(sizes.tokens);
-        let device = decoder.model.embed_tokens.weight.val().device();
-        let rotation = decoder.rope.leading(blocks * BLOCK, &device, DType::F32);
-        let [cos, sin] = rotation.tables().map(primitive);
-        let heads = config.heads;
+        let [cos, sin] = weights.rotation.map(primitive);
         let cache = || {
-            let shape = [sizes.blocks, heads.key_value, BLOCK, heads.dim];
-            empty(&embedding, shape, dtype)
+            let heads = shape.heads;
+            let cached = [sizes.blocks, heads.key_value, BLOCK, heads.dim];
+            empty(&embedding, cached, dtype)
         };
-        let layers = decoder.model.layers.iter().map(|layer| {
-            let attention = &layer.self_attn;
-            let projections = [&attention.q_proj, &attention.k_proj, &attention.v_proj];
-            let bias = projections.map(|p| p.bias.as_ref().map(|bias| primitive(bias.val())));
-            let bias: Vec<CubeTensor> = bias.into_iter().flatten().collect();
-            let norms = attention.q_norm.as_ref().zip(attention.k_norm.as_ref());
-            Layer {
-                input_norm: gain(&layer.input_layernorm),
-                qkv: Joined::stacked(projections.map(weight).into()),
-                bias: (!bias.is_empty()).then(|| Cube::float_cat(bias, 0)),
-                head_norms: norms.map(|(q, k)| [gain(q), gain(k)]),
-                output: Joined::one(weight(&attention.o_proj)),
-                mlp_norm: gain(&layer.post_attention_layernorm),
-                gate_up: Joined::halves(weight(&layer.mlp.gate_proj), weight(&layer.mlp.up_proj)),
-                down: Joined::one(weight(&layer.mlp.down_proj)),
-                cache: [cache(), cache()],
-            }
+        let layers = weights.layers.into_iter().map(|layer| Layer {
+            input_norm: primitive(layer.input_norm),
+            qkv: Joined::stacked(layer.projections.map(primitive).into()),
+            bias: layer.bias.map(primitive),
+            head_norms: layer.head_norms.map(|norms| norms.map(primitive)),
+            output: Joined::one(primitive(layer.output)),
+            mlp_norm: primitive(layer.mlp_norm),
+            gate_up: Joined::halves(primitive(layer.gate), primitive(layer.up)),
+            down: Joined::one(primitive(layer.down)),
+            cache: [cache(), cache()],
         });
-        let head = match &decoder.lm_head {
-            Some(head) => weight(head),
-            None => embedding.clone(),
-        };
+        let layers = layers.collect();
+        let head = weights.head.map_or_else(|| embedding.clone(), primitive);
         let mut new = DeviceDecoder {
-            layers: layers.collect(),
+            layers,
             layers_kernel: None,
-            last_norm: gain(&decoder.model.norm),
+            last_norm: primitive(weights.norm),
             head: Joined::one(head),
             cos,
             sin,
-            buffers: Buffers::new(&config, sizes, &embedding),
+            buffers: Buffers::new(&shape, sizes, &embedding),
             book: Book::new(sizes, blocks, &drawing, &embedding),
             stop_width: drawing.stops.iter().map(Vec::len).max().unwrap_or(1).max(1),
             drawing,
             step: Recorded::Pending,
             embedding,
-            config,
+            shape,
             dtype,
             rows: sizes.rows,
             pool: Pool::new(sizes.rows, sizes.blocks),
@@ -270,7 +301,7 @@ impl DeviceDecoder {
     }
 
     fn epsilon(&self) -> f64 {
-        self.config.norm_epsilon
+        self.shape.epsilon
     }
 }
 
@@ -285,20 +316,20 @@ fn replay(graph: &Graph) -> Result<(), cubecl::server::ServerError> {
 }
 
 impl Buffers {
-    fn new(config: &DecoderConfig, sizes: Sizes, like: &CubeTensor) -> Self {
+    fn new(shape: &Shape, sizes: Sizes, like: &CubeTensor) -> Self {
         let dtype = like.dtype();
-        let heads = config.heads;
+        let heads = shape.heads;
         let rows = sizes.rows;
         let matrix = |width: usize| empty(like, [rows, width], dtype);
         Buffers {
-            x: matrix(config.hidden_size),
-            normed: matrix(config.hidden_size),
+            x: matrix(shape.width),
+            normed: matrix(shape.width),
             scale: empty(like, [rows], DType::F32),
             qkv: matrix((heads.query + 2 * heads.key_value) * heads.dim),
             mixed: matrix(heads.query * heads.dim),
-            wide: (dtype == DType::F32).then(|| matrix(2 * config.intermediate_size)),
-            inner: matrix(config.intermediate_size),
-            logits: matrix(config.vocab_size),
+            wide: (dtype == DType::F32).then(|| matrix(2 * shape.inner)),
+            inner: matrix(shape.inner),
+            logits: matrix(shape.vocab),
             partial: like.client.empty(drawing::race_parts(rows) * 32),
             ended: integers(like, &vec![0; rows]),
             shortlist: like.client.empty(rows * drawing::SHORTLIST * 8),

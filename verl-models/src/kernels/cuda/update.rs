@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 
 use super::launch::{CudaKernel, Source};
 use super::tensor::{CubeTensor, dense, empty, integers};
-use crate::optim::kernels::AdamWScalars;
+use crate::kernels::optimizer::AdamWScalars;
 
 static SOURCE: Source = Source::new(include_str!("update.cu"));
 

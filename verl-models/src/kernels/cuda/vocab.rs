@@ -8,7 +8,7 @@ use cubecl::server::Handle;
 use super::launch::{CudaKernel, Source};
 use super::product::{Summed, product, product_into, product_of_each_row};
 use super::tensor::{CubeTensor, cast, dense, element, empty};
-use crate::memory::{KEPT_LOGIT_BYTES, LOGIT_BYTES};
+use crate::kernels::{KEPT_LOGIT_BYTES, LOGIT_BYTES};
 
 static SOURCE: Source = Source::with_prefix(include_str!("rowwise.cuh"), include_str!("vocab.cu"));
 

@@ -93,7 +93,7 @@ impl DeviceDecoder {
                 vec![
                     self.rows as u64,
                     self.sizes.new_tokens as u64,
-                    self.config.vocab_size as u64,
+                    self.shape.vocab as u64,
                     drawing.eos.len() as u64,
                     drawing.stops.len() as u64,
                     self.stop_width as u64,

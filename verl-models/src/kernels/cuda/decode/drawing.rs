@@ -58,7 +58,7 @@ impl DeviceDecoder {
     /// The limit below which the complement of a word puts its id on a shortlist of this step; 0 if the step makes
     /// none.
     pub(super) fn shortlist_limit(&self) -> u64 {
-        let vocabulary = self.config.vocab_size;
+        let vocabulary = self.shape.vocab;
         let races = self.drawing.races() && self.drawing.temperature > 0.0;
         if !races || vocabulary < SHORTLISTED_VOCABULARY || !self.makes_shortlists() {
             return 0;
@@ -72,7 +72,7 @@ impl DeviceDecoder {
         let splits = race_splits(rows);
         let scalars = vec![
             rows as u64,
-            self.config.vocab_size as u64,
+            self.shape.vocab as u64,
             splits as u64,
             drawing.eos.len() as u64,
             drawing.min_new_tokens as u64,

@@ -75,14 +75,14 @@ impl LayersKernel {
     /// Writes the table of addresses; `None` if the kernel does not support the decoder or another decoder has it.
     pub fn of(decoder: &DeviceDecoder) -> Option<Self> {
         let like = &decoder.embedding;
-        let (client, config) = (&like.client, &decoder.config);
+        let (client, shape) = (&like.client, &decoder.shape);
         let processors = client.properties().hardware.num_streaming_multiprocessors?;
         // Pairs of blocks share activations.
         let blocks = processors as usize / 2 * 2;
         let sizes = LayerSizes {
-            width: config.hidden_size,
-            inner: config.intermediate_size,
-            heads: config.heads,
+            width: shape.width,
+            inner: shape.inner,
+            heads: shape.heads,
         };
         let counts = [16, 32, 64, MAX_ROWS].map(|rows| rows.min(decoder.sizes.rows));
         let pieces = counts.into_iter().filter_map(|rows| {
@@ -99,7 +99,7 @@ impl LayersKernel {
         }
         let only = Exclusive::take()?;
         let tiles = MAX_ROWS.min(decoder.sizes.rows) * decoder.tiles_of_row();
-        let part = decoder.tile_heads() * (config.heads.dim + 2);
+        let part = decoder.tile_heads() * (shape.heads.dim + 2);
         let addresses = client.empty(decoder.layers.len() * ADDRESSES_OF_LAYER * 8);
         let mut bound = Vec::new();
         for (index, layer) in decoder.layers.iter().enumerate() {
@@ -159,7 +159,7 @@ fn write_addresses(
     layer: &Layer,
     decoder: &DeviceDecoder,
 ) -> Vec<BufferBinding> {
-    let (heads, inner) = (decoder.config.heads, decoder.config.intermediate_size);
+    let (heads, inner) = (decoder.shape.heads, decoder.shape.inner);
     let keys = heads.key_value * heads.dim;
     let [(q, q_offset), (k, k_offset), (v, v_offset)] =
         layer.qkv.places([heads.query * heads.dim, keys, keys]);
@@ -253,7 +253,7 @@ impl DeviceDecoder {
         resources.extend(buffers);
         let mut scalars = vec![
             self.rows as u64,
-            self.config.vocab_size as u64,
+            self.shape.vocab as u64,
             self.shortlist_limit(),
         ];
         scalars.extend(self.attention_scalars());

@@ -11,7 +11,7 @@ use super::super::tensor::{CubeTensor, dense, empty, integers};
 use super::super::{norm, rows};
 use super::{DeviceDecoder, Layer};
 use crate::kernels::AttentionShape;
-use crate::rollout::pool::BLOCK;
+use crate::kernels::pool::BLOCK;
 
 /// Prompt tokens that pass through the layers at once.
 const PREFILL: usize = 16_384;
@@ -36,7 +36,7 @@ impl DeviceDecoder {
     }
 
     fn prefill_packed(&self, prompts: &[(&[u32], Vec<usize>)]) {
-        let heads = self.config.heads;
+        let heads = self.shape.heads;
         let (mut ids, mut slots, mut lengths, mut pairs) = (vec![], vec![], vec![], vec![]);
         for (prompt, rows) in prompts {
             let Some((&first, others)) = rows.split_first() else {
@@ -71,7 +71,7 @@ impl DeviceDecoder {
         let call = Call::packed(shape, &lengths, like);
         let (ids_handle, slots) = (integers(like, &ids), integers(like, &slots));
         let pairs_handle = integers(like, &pairs);
-        let width = self.config.hidden_size;
+        let width = self.shape.width;
         let mut x = empty(like, [ids.len(), width], self.dtype);
         rows::take_into(like, &ids_handle, &x, [ids.len(), width]);
         let last = self.layers.len() - 1;
@@ -104,7 +104,7 @@ impl DeviceDecoder {
 
     /// Norms the query and key heads of a joined projection.
     fn norm_heads(&self, joined: CubeTensor, [q, k]: &[CubeTensor; 2]) -> CubeTensor {
-        let heads = self.config.heads;
+        let heads = self.shape.heads;
         let [tokens, width] = joined.shape().dims();
         let (queries, keys) = (heads.query * heads.dim, heads.key_value * heads.dim);
         let part = |from: usize, to: usize| {
@@ -129,7 +129,7 @@ impl DeviceDecoder {
     }
 
     fn store(&self, layer: &Layer, new: [&CubeTensor; 2], slots: &Handle, tokens: usize) {
-        let heads = self.config.heads;
+        let heads = self.shape.heads;
         let wide = 16 / self.dtype.size();
         let chunk = if heads.dim.is_multiple_of(wide) {
             wide

@@ -71,7 +71,7 @@ impl DeviceDecoder {
         let Buffers {
             x, normed, scale, ..
         } = &self.buffers;
-        let epsilon = self.config.norm_epsilon;
+        let epsilon = self.epsilon();
         let launch = |input: Input<'_>| {
             let projection = Projection {
                 input,
@@ -100,7 +100,7 @@ impl DeviceDecoder {
 
     /// Query heads that share a tile, in accordance with the kernel's division.
     pub(super) fn tile_heads(&self) -> usize {
-        let heads = self.config.heads;
+        let heads = self.shape.heads;
         let plain = self.dtype == DType::F32 || !heads.dim.is_multiple_of(16) || heads.dim > 128;
         let group = heads.query / heads.key_value;
         group.min(if plain { 8 } else { 16 })
@@ -108,7 +108,7 @@ impl DeviceDecoder {
 
     /// Tiles of heads of a row.
     pub(super) fn tiles_of_row(&self) -> usize {
-        let heads = self.config.heads;
+        let heads = self.shape.heads;
         let group = heads.query / heads.key_value;
         heads.key_value * group.div_ceil(self.tile_heads())
     }
@@ -124,7 +124,7 @@ impl DeviceDecoder {
 
     /// Tokens of a warp's tile, if different from the kernel's default: smaller tiles let more blocks run at once.
     fn tile_tokens(&self) -> Option<usize> {
-        let heads = self.config.heads;
+        let heads = self.shape.heads;
         let blocks = self.rows * heads.key_value;
         let group = heads.query / heads.key_value;
         let narrow = self.dtype == DType::BF16 && heads.dim.is_multiple_of(16) && heads.dim <= 64;
@@ -168,14 +168,14 @@ impl DeviceDecoder {
 
     /// Scale of the scores, epsilon of the norms, columns of the table of blocks.
     pub(super) fn attention_scalars(&self) -> [u64; 3] {
-        let scale = 1.0 / (self.config.heads.dim as f64).sqrt();
-        let epsilon = self.config.norm_epsilon;
+        let scale = 1.0 / (self.shape.heads.dim as f64).sqrt();
+        let epsilon = self.epsilon();
         [scale.to_bits(), epsilon.to_bits(), self.blocks as u64]
     }
 
     /// A kernel of `attention_decode.cu` for this decoder.
     pub(super) fn attention_kernel(&self, entry: &'static str, block: u32) -> CudaKernel {
-        let heads = self.config.heads;
+        let heads = self.shape.heads;
         CudaKernel::new(&ATTENTION, entry, block)
             .define("ELEMENT", short_element(self.dtype))
             .define("HEAD_DIM", heads.dim)
