@@ -4,8 +4,8 @@ use std::any::Any;
 use std::path::Path;
 
 use burn::tensor::{DType, Device, Tensor};
+use verl_kernels as kernels;
 
-use crate::kernels;
 use crate::model::{
     ModelError, PackedValues, ScoreRow, StepReport, TrainedModel, ValueInterface, ValueModel,
 };

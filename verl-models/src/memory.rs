@@ -6,11 +6,11 @@
 //! of gradients (2.0 GB) exist before the backward pass, which is true from the second micro-batch on.
 
 use burn::tensor::DType;
+use verl_decoder::decoder::DecoderConfig;
+use verl_kernels::device;
+use verl_kernels::{KEPT_LOGIT_BYTES, LOGIT_BYTES};
+use verl_rollout::batched::{CACHE_SHARE, MAX_ROWS};
 
-use crate::decoder::DecoderConfig;
-use crate::device;
-use crate::kernels::{KEPT_LOGIT_BYTES, LOGIT_BYTES};
-use crate::rollout::batched::{CACHE_SHARE, MAX_ROWS};
 use crate::rows::{CallLimits, TRAIN_CHUNK};
 
 /// Minimum and maximum rows of a rollout's buffers on a GPU; the number is a power of two. The minimum is kept even if it
@@ -162,8 +162,8 @@ fn logits(config: &DecoderConfig, element: usize, on_gpu: bool) -> u64 {
 mod tests {
     use super::*;
     use crate::bench::preset;
-    use crate::families::decoder_config;
-    use crate::hf::config::Settings;
+    use verl_decoder::families::decoder_config;
+    use verl_decoder::hf::config::Settings;
 
     fn qwen() -> DecoderConfig {
         preset("qwen2.5-0.5b").unwrap()

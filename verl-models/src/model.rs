@@ -16,11 +16,11 @@ mod value;
 use std::any::Any;
 
 use burn::tensor::Tensor;
+use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
-pub use crate::error::ModelError;
-pub use crate::interface::{ModelInterface, ParameterGroup};
-use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
-pub use crate::scoring::Extras;
+pub use verl_decoder::error::ModelError;
+pub use verl_kernels::scoring::Extras;
+pub use verl_rollout::interface::{ModelInterface, ParameterGroup};
 
 pub use listed::{ListedTokens, PackedListed, TopTokens};
 pub use trained::TrainedModel;

@@ -1,11 +1,11 @@
 //! Response tokens of padded rows, packed for the head, so that only they are multiplied by it.
 
 use burn::tensor::{Device, Int, Tensor};
+use verl_kernels as kernels;
+use verl_kernels::scoring::{Extras, TokenScores, linear_log_probs};
 
-use crate::kernels;
 use crate::model::{ModelInterface, ScoreRow};
 use crate::rows;
-use crate::scoring::{Extras, TokenScores, linear_log_probs};
 
 /// The response tokens of a call, concatenated.
 #[derive(Default)]

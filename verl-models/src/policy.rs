@@ -6,17 +6,17 @@ use std::any::Any;
 use std::path::Path;
 
 use burn::tensor::{Device, Tensor};
+use verl_kernels as kernels;
+use verl_kernels::scoring::{Extras, TokenScores};
+use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
-use crate::kernels;
 use crate::model::{
     ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel, ScoreRow,
     Scores, StepReport, TopTokens, TrainedModel,
 };
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::packing::{Layout, Packed, TrainingBatch};
-use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use crate::rows::{self, Call, CallLimits, PackedCall, TRAIN_CHUNK};
-use crate::scoring::{Extras, TokenScores};
 use crate::trained::Trained;
 
 /// A model with an optimiser, or a frozen one without.

@@ -27,7 +27,7 @@ pub(crate) struct CallLimits {
     /// Approximate tokens per packed call.
     packed: usize,
     /// Whether packed calls, and their products with the head, are padded to a fixed size. This is needed where the
-    /// order of additions depends on the sizes of operands. On the CPU it does not; see [`kernels`](crate::kernels).
+    /// order of additions depends on the sizes of operands. On the CPU it does not; see [`kernels`](verl_kernels).
     fills: bool,
 }
 

@@ -4,17 +4,17 @@ use std::any::Any;
 use std::path::Path;
 
 use burn::tensor::{Device, Tensor};
+use verl_decoder::blocks::linear::linear;
+use verl_kernels as kernels;
+use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
 use super::IlqlDecoder;
-use crate::blocks::linear::linear;
-use crate::kernels;
 use crate::model::{
     Extras, ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel,
     ScoreRow, Scores, StepReport, TopTokens, TrainedModel,
 };
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::policy::Policy;
-use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use crate::rows;
 
 /// Outputs of the heads for a micro-batch, packed row by row. The selected response tokens are the actions. Each row

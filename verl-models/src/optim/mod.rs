@@ -6,7 +6,7 @@ pub mod clip;
 pub mod schedule;
 mod state;
 
-pub use crate::kernels::optimizer as kernels;
 pub use accumulate::{GradientAccumulator, TrainableParameters};
 pub use adamw::{AdamW, OptimizerConfig, OptimizerConfigError};
 pub use schedule::Schedule;
+pub use verl_kernels::optimizer as kernels;
