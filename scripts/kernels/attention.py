@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 QUICK = "--quick" in sys.argv
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
-SOURCES = os.path.join(ROOT, "verl-models", "src", "kernels", "cuda")
+SOURCES = os.path.join(ROOT, "verl-models", "kernels", "src", "cuda")
 BANDWIDTH, RATE = 4.3e12, 790e12
 BF16, F32 = torch.bfloat16, torch.float32
 NAN = float("nan")

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 DEVICE = "cuda"
-SOURCES = os.path.join(os.path.dirname(__file__), "../../verl-models/src/kernels/cuda")
+SOURCES = os.path.join(os.path.dirname(__file__), "../../verl-models/kernels/src/cuda")
 PRELUDES = {kernel: ["philox", "draw"] for kernel in ("race", "sample", "advance")}
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16"}
 DTYPES = [torch.float32, torch.bfloat16]

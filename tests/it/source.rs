@@ -26,7 +26,11 @@ pub fn sources(root: &Path) -> Vec<(String, String)> {
     for package in [
         "src",
         "verl-algos/src",
+        "verl-models/decoder/src",
+        "verl-models/kernels/src",
+        "verl-models/rollout/src",
         "verl-models/src",
+        "verl-models/text/src",
         "verl-pipe/src",
         "verl-stages/src",
     ] {

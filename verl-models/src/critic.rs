@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use burn::tensor::{DType, Device, Tensor};
+use verl_kernels as kernels;
 
 use crate::model::{ModelError, PackedValues, ScoreRow, TrainedModel, ValueInterface, ValueModel};
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
@@ -189,7 +190,7 @@ impl<M: ValueInterface> ValueModel for Critic<M> {
             let values = at_least_f32(module.values(ids)).reshape([rows.len() * width]);
             let places = last.iter().enumerate();
             let places = places.map(|(row, last)| (row * width + last) as i32);
-            loss(values.select(0, rows::indices(places.collect(), device)))
+            loss(values.select(0, kernels::indices(places.collect(), device)))
         })
     }
 }

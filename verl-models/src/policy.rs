@@ -5,6 +5,9 @@ mod listed;
 use std::path::Path;
 
 use burn::tensor::{Device, Tensor};
+use verl_kernels as kernels;
+use verl_kernels::scoring::{Extras, TokenScores};
+use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
 use crate::model::{
     ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel, ScoreRow,
@@ -12,13 +15,8 @@ use crate::model::{
 };
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::packing::{Layout, Packed, TrainingBatch};
-use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
-use crate::rows::{self, Call, CallLimits, PackedCall};
-use crate::scoring::{Extras, TokenScores};
+use crate::rows::{self, Call, CallLimits, PackedCall, TRAIN_CHUNK};
 use crate::trained::{Trained, trained_model};
-
-/// Tokens whose logits are in memory at once while training.
-pub(crate) const TRAIN_CHUNK: usize = 256;
 
 /// A model with an optimiser, or a frozen one without.
 ///
@@ -131,7 +129,7 @@ fn score_packed<M: ModelInterface>(
     ids.resize(call.lengths.iter().sum(), 0);
     let [chunk, tokens] = scoring.limits.packed_product(packed.rows.len());
     packed.pad(tokens);
-    let hidden = module.hidden_packed(rows::indices(ids, device), &call.lengths);
+    let hidden = module.hidden_packed(kernels::indices(ids, device), &call.lengths);
     let Scoring {
         temperature,
         extras,

@@ -4,8 +4,7 @@ use std::collections::HashMap;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
-
-use crate::device::is_cpu;
+use verl_kernels::device::is_cpu;
 
 /// Flat views of all float parameters, in the order of the module; a parameter used twice is listed once.
 #[derive(Default)]

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use verl_algos::ilql::{IlqlBatch, IlqlLoss, IlqlMicroBatch, TargetSync};
 use verl_algos::losses::MetricId;
 use verl_algos::{Counts, CutUnit, MiniBatch, Ragged as AlgoRagged};
-use verl_models::ilql::IlqlModel;
+use verl_models::ilql::{IlqlModel, IlqlPolicy};
 use verl_pipe::batch::Batch;
 use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES, REWARDS};
 use verl_pipe::stage::{
@@ -249,7 +249,7 @@ impl Stage for UpdateIlqlStage {
         let columns = Columns::new(&input)?;
         let name = &self.config.model;
         let resource = find_model::<PolicyResource>(context.models, name)?;
-        let Some(model) = resource.policy.ilql() else {
+        let Some(model) = IlqlPolicy::of(resource.policy.as_mut()) else {
             return Err(StageError::Model {
                 name: name.clone(),
                 reason: "has no value heads; declare it with `kind = \"ilql_lm\"`".to_owned(),

@@ -5,12 +5,12 @@ use std::time::Instant;
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use serde::Serialize;
+use verl_decoder::blocks::linear::Linear;
+use verl_kernels::device::is_cpu;
+use verl_kernels::lanes::{Kernel, Lanes, Row, run};
+use verl_kernels::vector::LANES;
 
 use super::{BenchError, repeat};
-use crate::blocks::linear::Linear;
-use crate::device::is_cpu;
-use crate::lanes::{Kernel, Lanes, Row, run};
-use crate::vector::LANES;
 use burn::module::Param;
 
 /// Rates reached by a copy and by a large matrix product.

@@ -2,19 +2,17 @@
 
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
 use serde::Serialize;
+use verl_decoder::blocks::rope::Rope;
+use verl_decoder::decoder::DecoderConfig;
+use verl_kernels::device::is_cpu;
+use verl_kernels::scoring::{Extras, linear_log_probs};
+use verl_kernels::{
+    self as kernels, AttentionParameters, AttentionShape, HalfSettings, Sequences, attention_block,
+    compiled, indices, linear, mlp_block, rms_norm, swiglu, take_rows,
+};
 
 use super::{BenchError, Ceilings, Times, at_least, fits_on, peak_bytes, repeat};
-use crate::blocks::rope::Rope;
-use crate::compiled;
-use crate::decoder::DecoderConfig;
-use crate::device::is_cpu;
-use crate::kernels::{
-    self, AttentionParameters, AttentionShape, HalfSettings, Sequences, attention_block, linear,
-    mlp_block, rms_norm, swiglu, take_rows,
-};
 use crate::optim::kernels::{AdamWScalars, AdamWUpdate, adamw_all, sum_of_squares};
-use crate::rows::indices;
-use crate::scoring::{Extras, linear_log_probs};
 
 /// What is measured.
 #[derive(Debug, Clone, PartialEq, Serialize)]

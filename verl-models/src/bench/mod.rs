@@ -15,6 +15,9 @@ use std::time::Instant;
 
 use burn::tensor::Device;
 use serde::Serialize;
+use verl_decoder::decoder::DecoderConfig;
+use verl_kernels::device::{memory, memory_of};
+use verl_rollout::engine::{RolloutError, RolloutRequest};
 
 pub use ceilings::Ceilings;
 pub use kernels::{KernelFigure, KernelFigures, KernelWork, kernels};
@@ -23,11 +26,8 @@ pub use shape::{PRESETS, Preset, preset, random_decoder};
 pub use step::{LARGEST_BETA, StepFigures, StepWork, step};
 pub use train::{TrainFigures, TrainWork, train};
 
-use crate::decoder::DecoderConfig;
-use crate::device::{memory, memory_of};
 use crate::model::ModelError;
 use crate::optim::OptimizerConfigError;
-use crate::rollout::engine::{RolloutError, RolloutRequest};
 
 /// Errors of a measurement.
 #[derive(Debug, thiserror::Error)]

@@ -1,16 +1,18 @@
 //! Training of an ILQL model, as stages use it.
 
 use burn::tensor::{Device, Tensor};
+use std::any::Any;
+use verl_decoder::blocks::linear::linear;
+use verl_kernels as kernels;
+use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
 use super::IlqlDecoder;
-use crate::blocks::linear::linear;
 use crate::model::{
     Extras, ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel,
     ScoreRow, Scores, TopTokens, TrainedModel,
 };
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::policy::Policy;
-use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use crate::rows;
 use crate::trained::trained_model;
 
@@ -68,6 +70,12 @@ impl IlqlPolicy {
     ) -> Result<Self, OptimizerConfigError> {
         let policy = Policy::new(module, optimizer)?;
         Ok(IlqlPolicy { policy })
+    }
+
+    /// The policy, if it is one with ILQL's heads.
+    pub fn of<'a>(policy: &'a mut (dyn PolicyModel + 'static)) -> Option<&'a mut IlqlPolicy> {
+        let policy: &mut dyn Any = policy;
+        policy.downcast_mut()
     }
 
     /// The module, without autodiff.
@@ -131,11 +139,11 @@ impl States {
         let hidden = module.hidden(ids);
         let [b, s, d] = hidden.dims();
         let hidden = hidden.reshape([b * s, d]);
-        let states = hidden.select(0, rows::indices(self.positions, device)); // [M + R, D]
+        let states = hidden.select(0, kernels::indices(self.positions, device)); // [M + R, D]
         let actions = states
             .clone()
-            .select(0, rows::indices(self.actions, device)); // [M, D]
-        let tokens = rows::indices(self.tokens, device).unsqueeze_dim::<2>(1);
+            .select(0, kernels::indices(self.actions, device)); // [M, D]
+        let tokens = kernels::indices(self.tokens, device).unsqueeze_dim::<2>(1);
         let targets = module.heads.target_qs(actions.clone().detach());
         let targets = targets.into_iter();
         PackedIlql {
@@ -178,7 +186,7 @@ impl IlqlModel for IlqlPolicy {
     }
 }
 
-/// Delegates to the inner policy, except that it gives access to the heads.
+/// Delegates to the inner policy.
 impl PolicyModel for IlqlPolicy {
     fn generate(
         &self,
@@ -229,10 +237,6 @@ impl PolicyModel for IlqlPolicy {
     ) -> Result<f64, ModelError> {
         self.policy
             .accumulate_listed(rows, listed, select, temperature, loss)
-    }
-
-    fn ilql(&mut self) -> Option<&mut dyn IlqlModel> {
-        Some(self)
     }
 }
 

@@ -1,20 +1,20 @@
 //! Sampling from a policy whose logits are shifted by the heads. The entire prefix is recomputed for each token, as in
-//! [`rollout::eager`](crate::rollout::eager). Each request is decoded separately, several of them in parallel.
+//! [`rollout::eager`](verl_rollout::eager). Each request is decoded separately, several of them in parallel.
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use rayon::prelude::*;
-
-use super::IlqlDecoder;
-use crate::blocks::linear::linear;
-use crate::model::ModelInterface;
-use crate::rollout::eager::read;
-use crate::rollout::engine::{
+use verl_decoder::blocks::linear::linear;
+use verl_rollout::eager::read;
+use verl_rollout::engine::{
     FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings, check_requests,
 };
-use crate::rollout::row::Row;
-use crate::rollout::sampling::Sampler;
-use crate::rollout::stop::StopRules;
+use verl_rollout::row::Row;
+use verl_rollout::sampling::Sampler;
+use verl_rollout::stop::StopRules;
+
+use super::IlqlDecoder;
+use crate::model::ModelInterface;
 
 /// Requests that are decoded before their outputs are passed to the consumer.
 const WAVE: usize = 64;

@@ -1,12 +1,11 @@
 //! The most probable tokens of a policy, and training on log-probs of listed tokens.
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use verl_kernels::scoring::{listed_log_probs, top_log_probs};
 
-use super::TRAIN_CHUNK;
 use crate::model::{ListedTokens, ModelError, ModelInterface, PackedListed, ScoreRow, TopTokens};
 use crate::packing::{Layout, Packed, TrainingBatch};
-use crate::rows::{self, Call, CallLimits};
-use crate::scoring::{listed_log_probs, top_log_probs};
+use crate::rows::{self, Call, CallLimits, TRAIN_CHUNK};
 use crate::trained::Trained;
 
 fn check_temperature(temperature: f64) -> Result<(), ModelError> {

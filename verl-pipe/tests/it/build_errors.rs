@@ -483,10 +483,17 @@ fn rows_per_prompt_that_disagree_with_the_batch() {
 fn every_code_of_the_source_has_a_page_and_vice_versa() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let mut used = BTreeSet::new();
-    let mut folders: Vec<PathBuf> = ["src", "verl-pipe/src", "verl-stages/src", "verl-models/src"]
-        .iter()
-        .map(|folder| root.join(folder))
-        .collect();
+    let sources = [
+        "src",
+        "verl-pipe/src",
+        "verl-stages/src",
+        "verl-models/decoder/src",
+        "verl-models/kernels/src",
+        "verl-models/rollout/src",
+        "verl-models/src",
+        "verl-models/text/src",
+    ];
+    let mut folders: Vec<PathBuf> = sources.iter().map(|folder| root.join(folder)).collect();
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
             let path = entry.path();
