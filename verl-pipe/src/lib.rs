@@ -39,14 +39,6 @@
 //! let chain = reader.named("reader") >> PROMPTS;
 //! ```
 
-#![cfg_attr(
-    test,
-    expect(
-        clippy::disallowed_methods,
-        reason = "tests compare with the standard library's functions within a tolerance"
-    )
-)]
-
 pub mod cli;
 pub mod schema;
 

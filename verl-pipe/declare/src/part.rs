@@ -244,10 +244,12 @@ impl Slots {
         (kinds.slot == slot).then_some(&mut kinds.kinds)
     }
 
+    /// The kinds of the slot `name`.
     pub fn get(&self, name: &str) -> Option<&Kinds<AnyPart>> {
         self.0.get(name).map(|slot| &slot.kinds)
     }
 
+    /// The slots by name, with their kinds.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, &Kinds<AnyPart>)> {
         self.0.iter().map(|(name, slot)| (*name, &slot.kinds))
     }

@@ -10,11 +10,9 @@ use serde::{Deserialize, Serialize};
 use verl_rules::config::TraceConfig;
 use verl_rules::{Rule, RuleDecl};
 use verl_words::data::{DataError, DataLoaderInterface, OpenedData};
-use verl_words::resource::{
-    CpuKernels, DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
-};
+use verl_words::resource::{CpuKernels, ModelInfo};
 use verl_words::stage::{
-    BuildContext, ConfigError, DataConfig, ModelConfig, Stage, StageConfig, Training, config_json,
+    BuildContext, ConfigError, DataConfig, ModelConfig, Stage, StageConfig, config_json,
 };
 
 use crate::chain::Chain;

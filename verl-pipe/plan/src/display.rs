@@ -408,6 +408,7 @@ pub(crate) fn parameters(n: u64) -> String {
     }
 }
 
+/// A number of bytes with a binary unit: `1.5 GiB`.
 pub fn bytes(n: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = n as f64;

@@ -92,11 +92,11 @@ pub struct Edge {
 /// A stage of a plan.
 #[derive(Clone)]
 pub struct PlannedStage {
-    pub name: String,
+    name: String,
     kind: String,
-    pub spec: StageSpec,
+    spec: StageSpec,
     rename: BTreeMap<String, String>,
-    pub inputs: Vec<Edge>,
+    inputs: Vec<Edge>,
     after: Vec<usize>,
     table_in: Option<usize>,
     table_out: Option<usize>,
@@ -188,7 +188,7 @@ pub struct Plan {
     pipe: DataPipe,
     context: BuildContext,
     batch: BatchPlan,
-    pub stages: Vec<PlannedStage>,
+    stages: Vec<PlannedStage>,
     tables: Vec<Table>,
     models: Vec<PlannedModel>,
     fields: BTreeMap<String, Field>,

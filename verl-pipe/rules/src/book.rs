@@ -105,6 +105,7 @@ impl RuleBook {
         }
     }
 
+    /// Whether a rule is on.
     pub fn has(&self, name: &str) -> bool {
         let mut armed = self.armed.iter();
         armed.any(|armed| armed.severity > RuleSeverity::Off && armed.rule.name() == name)
@@ -116,6 +117,7 @@ impl RuleBook {
         fired.flatten().cloned().collect()
     }
 
+    /// Runs the rules on a step before its update; `command` makes the command that shows a finding.
     pub fn before_update(
         &mut self,
         view: &StepView<'_>,
@@ -126,6 +128,7 @@ impl RuleBook {
         })
     }
 
+    /// Runs the rules on the metrics of a step; `command` makes the command that shows a finding.
     pub fn after_step(
         &mut self,
         view: &MetricsView<'_>,

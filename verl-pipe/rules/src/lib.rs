@@ -21,6 +21,14 @@
 //! to the registry ([`Registry::rule`](verl_declare::registry::Registry::rule)) for every pipeline that is read with it. It is
 //! tuned and turned off like the built-in ones.
 
+#![cfg_attr(
+    test,
+    expect(
+        clippy::disallowed_methods,
+        reason = "tests compare with the standard library's functions within a tolerance"
+    )
+)]
+
 mod book;
 mod built_in;
 pub mod config;

@@ -3,7 +3,7 @@
 use super::*;
 
 fn page(name: &str) -> String {
-    let path = format!("{}/../docs/{name}", env!("CARGO_MANIFEST_DIR"));
+    let path = format!("{}/../../docs/{name}", env!("CARGO_MANIFEST_DIR"));
     std::fs::read_to_string(path).expect("the page")
 }
 

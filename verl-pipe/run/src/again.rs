@@ -13,8 +13,11 @@ use crate::runner::Run;
 /// The position of a call in its run; together with input and state it determines the result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CallPlace {
+    /// Step of the run.
     pub step: u64,
+    /// Steps of the run in all.
     pub steps: u64,
+    /// Seed of the run.
     pub seed: u64,
     /// Wave of a source's call, otherwise 0.
     pub wave: u64,

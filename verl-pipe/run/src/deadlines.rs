@@ -99,7 +99,7 @@ impl Run {
         (waited > deadline).then_some((waited, deadline))
     }
 
-    pub fn deadline_error(
+    pub(super) fn deadline_error(
         &self,
         progress: &Progress,
         flight: &InFlight,

@@ -149,10 +149,13 @@ pub struct LengthDifference {
 
 /// What a guard checks: the stage, and the position of the batch among the rows of the step.
 pub struct GuardScope<'a> {
+    /// Name of the stage.
     pub stage: &'a str,
+    /// Its columns.
     pub wires: &'a StageWires,
     /// Position of each row of the batch among the step's rows.
     pub positions: &'a [u32],
+    /// Identities of the rows of the batch.
     pub ids: &'a [u64],
     /// Which tokens the policy chose, if that is known before the batch is checked.
     pub mask: Option<MaskOf<'a>>,

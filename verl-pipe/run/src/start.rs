@@ -100,7 +100,7 @@ impl Run {
             })
             .collect();
         let sampled = SampledRows::of(&schedule);
-        let roles = metric_roles(&schedule.plan);
+        let roles = metric_roles(schedule.plan());
         Ok(Run {
             thresholds: WaitThresholds::new(deadline),
             watch: Watch::start(options.run_dir.as_deref(), deadline),

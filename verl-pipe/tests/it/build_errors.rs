@@ -485,7 +485,15 @@ fn every_code_of_the_source_has_a_page_and_vice_versa() {
     let mut used = BTreeSet::new();
     let sources = [
         "src",
+        "verl-pipe/declare/src",
+        "verl-pipe/plan/src",
+        "verl-pipe/rules/src",
+        "verl-pipe/run/src",
         "verl-pipe/src",
+        "verl-pipe/trace/src",
+        "verl-pipe/train/src",
+        "verl-pipe/view/src",
+        "verl-pipe/words/src",
         "verl-stages/src",
         "verl-models/decoder/src",
         "verl-models/kernels/src",

@@ -14,7 +14,7 @@ use tracing::dispatcher::{DefaultGuard, Dispatch, set_default};
 use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
 use tracing::span::{Attributes, Id, Record};
-use tracing::subscriber::{Interest, NoSubscriber, Subscriber};
+use tracing::subscriber::{Interest, Subscriber};
 use tracing::{Event, Level, Metadata};
 use verl_run::dispatch::current_dispatch;
 use verl_run::metrics::now;

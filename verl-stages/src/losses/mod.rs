@@ -25,8 +25,8 @@ pub mod policy;
 pub mod policy_losses;
 pub mod sft;
 
+use verl_algos::Aggregation;
 use verl_algos::losses::{LossInput, MetricId, Objective};
-use verl_algos::{Aggregation, AlgoError};
 use verl_pipe::field::{Key, Ragged};
 use verl_pipe::keys::RESPONSES;
 use verl_pipe::part::Slot;

@@ -3,9 +3,9 @@
 use serde_json::{Map, Value};
 use verl_words::diagnostic::{Diagnostic, nearest, quoted, suggest};
 
+use super::Synonyms;
 use super::decode::Fault;
 use super::reader::Reader;
-use super::{Synonyms, synonyms};
 
 impl Reader<'_> {
     /// A table; a string stands for the table with that `path`.

@@ -6,10 +6,9 @@
 use verl_words::diagnostic::{Diagnostic, Severity};
 use verl_words::stage::{Cadence, Cardinality, OnRowError, RowRule};
 
-use crate::checks::devices;
 use crate::schedule::groups::DeviceGroup;
 use crate::schedule::wiring::Wiring;
-use crate::{Plan, PlannedStage, memory};
+use crate::{Plan, PlannedStage};
 
 /// Approximate maximum number of slices of a step for a host stage: many if a call may be slow (the stage declares a
 /// deadline), fewer if a call costs more than its rows.
@@ -29,7 +28,7 @@ pub enum Place {
 
 /// A placed pipeline: made by [`Plan::schedule`], started by `Run::start`.
 pub struct Schedule {
-    pub plan: Plan,
+    plan: Plan,
     groups: Vec<DeviceGroup>,
     places: Vec<Place>,
     slice_rows: Vec<usize>,

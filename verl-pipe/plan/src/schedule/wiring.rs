@@ -24,6 +24,7 @@ pub enum Hop {
 /// A stage that another one reads from.
 #[derive(Debug, Clone)]
 pub struct InputSource {
+    /// Index of the stage in the plan.
     pub writer: usize,
     /// From the reader's table to the writer's.
     pub path: Vec<Hop>,
@@ -40,6 +41,7 @@ pub struct InputColumn {
     pub local: String,
     /// The pipeline's name.
     pub key: String,
+    /// Lossless conversion from the writer's dtype.
     pub convert: Option<(DType, DType)>,
 }
 
@@ -48,15 +50,20 @@ pub struct InputColumn {
 pub struct OutputColumn {
     /// The stage's own name.
     pub local: String,
+    /// Its declaration.
     pub field: Field,
+    /// Its Arrow type.
     pub data_type: DataType,
 }
 
 /// Keys of one stage that declare the same ragged dim, so their rows have equal lengths.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SharedLength {
+    /// The dim.
     pub dim: String,
+    /// Columns of the input (indices into [`StageWires::inputs`]).
     pub inputs: Vec<usize>,
+    /// Columns of the output (indices into [`StageWires::outputs`]).
     pub outputs: Vec<usize>,
 }
 
@@ -78,9 +85,13 @@ pub struct MaskColumn {
 /// The wires of one stage.
 #[derive(Debug, Clone)]
 pub struct StageWires {
+    /// Stages that it reads from.
     pub sources: Vec<InputSource>,
+    /// Columns that it reads.
     pub inputs: Vec<InputColumn>,
+    /// Columns that it writes.
     pub outputs: Vec<OutputColumn>,
+    /// Keys whose rows have equal lengths.
     pub lengths: Vec<SharedLength>,
     /// The column that shows which tokens of the stage's output rows the policy chose.
     pub mask: Option<MaskColumn>,
@@ -95,6 +106,7 @@ pub struct StageWires {
 /// All wires.
 #[derive(Debug, Clone)]
 pub struct Wiring {
+    /// The wires of each stage of the plan.
     pub stages: Vec<StageWires>,
     /// For each table the stages that take their rows from it.
     pub takers: Vec<Vec<usize>>,

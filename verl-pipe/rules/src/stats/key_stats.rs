@@ -175,10 +175,15 @@ impl KeyStats {
 /// Step, stage, side and names of a key.
 #[derive(Debug, Clone, Copy)]
 pub struct Place<'a> {
+    /// Step of the run.
     pub step: u64,
+    /// Name of the stage.
     pub stage: &'a str,
+    /// Side of the stage.
     pub side: Side,
+    /// The stage's own name of the key.
     pub key: &'a str,
+    /// The pipeline's name of the key.
     pub name: &'a str,
     /// Whether to leave out sketch and quantiles, which cost most.
     pub brief: bool,

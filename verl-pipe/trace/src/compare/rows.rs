@@ -99,13 +99,17 @@ pub fn rows_of(recorded: &RecordedStage) -> Vec<RowId> {
 
 /// A key to compare: its name on the left, its name on the right, and the tolerance.
 pub struct ComparedKey<'a> {
+    /// Name on the left.
     pub left: &'a str,
+    /// Name on the right.
     pub right: &'a str,
+    /// How far apart floats may be.
     pub tolerance: Tolerance,
 }
 
 /// How rows of the two sides are paired.
 pub struct Pairing<'a> {
+    /// Name of the stage.
     pub stage: &'a str,
     /// Rows of the left side in declared order.
     pub order: &'a [u64],

@@ -4,13 +4,10 @@
 use std::collections::BTreeMap;
 
 use serde::Serialize;
-use verl_plan::schedule::placement::Schedule;
 use verl_rules::format::Side;
 use verl_rules::stats::{KeyStats, Place, StatRow};
 use verl_words::batch::arrow::ArrowBatch;
 
-use crate::compare::{Difference, DifferenceKind};
-use crate::files::RecordedStep;
 use crate::files::documents::ROWS_MISSING;
 use crate::files::trace_dir::{SliceTrace, StepTrace};
 

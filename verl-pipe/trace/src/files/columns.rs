@@ -140,11 +140,14 @@ pub(crate) enum Of {
 /// A column of the table of statistics.
 #[derive(Clone, Copy)]
 pub struct StatColumn {
+    /// Name in the file.
     pub name: &'static str,
-    pub of: Of,
+    pub(crate) of: Of,
     /// Whether it may be null.
     pub nullable: bool,
+    /// Its unit; empty if it has none.
     pub unit: &'static str,
+    /// What it is.
     pub meaning: &'static str,
 }
 

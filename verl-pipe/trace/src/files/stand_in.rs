@@ -14,11 +14,7 @@ use verl_plan::PlannedStage;
 use verl_plan::read::{parse_pipeline, read_pipeline};
 use verl_words::batch::Batch;
 use verl_words::diagnostic::Diagnostic;
-use verl_words::field::Field;
-use verl_words::stage::{
-    Access, Cadence, Cardinality, OnRowError, Refill, RowRule, Stage, StageContext, StageError,
-    StageSpec,
-};
+use verl_words::stage::{Stage, StageContext, StageError, StageSpec};
 
 use crate::files::conditions::Conditions;
 

@@ -18,7 +18,7 @@ use verl_rules::stats::StatRow;
 use verl_run::atomic_file::AtomicFile;
 use verl_run::space::Room;
 
-use crate::files::atomic::{make_dir, write_atomically};
+use crate::files::atomic::make_dir;
 use crate::files::columns::{Of, STAT_COLUMNS};
 use crate::files::documents::MANIFEST_KEY;
 use crate::files::error::TraceError;
@@ -413,7 +413,7 @@ mod tests {
 
     #[test]
     fn the_page_explains_every_column() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/trace.md");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/trace.md");
         let page = fs::read_to_string(path).expect("the page");
         let first_cells: String = page
             .lines()

@@ -14,9 +14,9 @@ pub(crate) fn altered_fault(
     recorded: &RecordedStep,
     index: usize,
 ) -> Option<FirstBad> {
-    let planned = &schedule.plan.stages[index];
+    let planned = &schedule.plan().stages()[index];
     let mut of_stage = recorded.altered.iter();
-    let key = of_stage.find(|key| key.stage == planned.name)?;
+    let key = of_stage.find(|key| key.stage == planned.name())?;
     let mut what = format!(
         "{}: {} rows with hash {:016x} were recorded, but the file has {} rows with hash {:016x}; it was changed after the run wrote it",
         key.what(recorded.step),
@@ -28,7 +28,7 @@ pub(crate) fn altered_fault(
     let difference = match elsewhere(schedule, recorded, index, key) {
         Some(difference) => {
             what = format!("{what}\n{}", difference.explain("given", "written"));
-            let stage = recorded.stages.get(&planned.name);
+            let stage = recorded.stages.get(planned.name());
             let mut rows = stage.map_or_else(Vec::new, rows_of).into_iter();
             Difference {
                 key: key.key.clone(),
@@ -36,7 +36,7 @@ pub(crate) fn altered_fault(
                 ..difference
             }
         }
-        None => Difference::new(&planned.name, &key.key, DifferenceKind::Value),
+        None => Difference::new(planned.name(), &key.key, DifferenceKind::Value),
     };
     let side = key.side.as_str();
     Some(found(
@@ -65,12 +65,12 @@ fn elsewhere(
             .filter_map(|edges| edges.compared.first);
         first.find(|difference| difference.key == local)
     };
-    let stages = &schedule.plan.stages;
+    let stages = schedule.plan().stages();
     match key.side {
         Side::Input => first(index, &key.key, None),
         Side::Output => (index + 1..stages.len()).find_map(|reader| {
             let name = stages[index].key(&key.key);
-            let mut edges = stages[reader].inputs.iter();
+            let mut edges = stages[reader].inputs().iter();
             let edge = edges.find(|edge| edge.writer == index && edge.key == name)?;
             first(reader, &edge.local, Some(index))
         }),

@@ -101,6 +101,7 @@ pub fn first_bad(
 /// The result of checking a step.
 #[derive(Debug, Default)]
 pub struct CheckedStep {
+    /// The first wrong value, if there is one.
     pub bad: Option<FirstBad>,
     /// Stages that were run again.
     pub again: usize,
