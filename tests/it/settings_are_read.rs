@@ -165,7 +165,7 @@ fn items_with(file: &str, read: &str, instead: &str) -> Vec<Item> {
     }
     sources
         .iter()
-        .filter(|(path, _)| !path.starts_with("verl-pipe/src/plan/checks/"))
+        .filter(|(path, _)| !path.starts_with("verl-pipe/plan/src/checks/"))
         .flat_map(|(_, source)| items_of(source))
         .collect()
 }
@@ -334,25 +334,25 @@ fn taking_a_read_away_is_found() {
             ],
         ),
         (
-            "verl-pipe/src/schedule/batching.rs",
+            "verl-pipe/plan/src/schedule/batching.rs",
             "num_devices, devices.rollout_tensor_parallel,",
             "num_devices, 1,",
             &["devices.rollout_tensor_parallel"],
         ),
         (
-            "verl-pipe/src/trace/record/recording.rs",
+            "verl-pipe/trace/src/record/recording.rs",
             "config.part_steps",
             "32",
             &["trace.part_steps"],
         ),
         (
-            "verl-pipe/src/trace/record/recorder.rs",
+            "verl-pipe/trace/src/record/recorder.rs",
             "self.config.weights_limit_mb",
             "1024",
             &["trace.weights_limit_mb"],
         ),
         (
-            "verl-pipe/src/run/trainer.rs",
+            "verl-pipe/train/src/trainer.rs",
             "plan.pipe().run.console_every",
             "1",
             // The command line creates its own console.

@@ -31,7 +31,15 @@ pub fn sources(root: &Path) -> Vec<(String, String)> {
         "verl-models/rollout/src",
         "verl-models/src",
         "verl-models/text/src",
+        "verl-pipe/declare/src",
+        "verl-pipe/plan/src",
+        "verl-pipe/rules/src",
+        "verl-pipe/run/src",
         "verl-pipe/src",
+        "verl-pipe/trace/src",
+        "verl-pipe/train/src",
+        "verl-pipe/view/src",
+        "verl-pipe/words/src",
         "verl-stages/src",
     ] {
         walk(&root.join(package), package, &mut all);

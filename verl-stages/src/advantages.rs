@@ -5,15 +5,15 @@ use serde::{Deserialize, Serialize};
 use verl_algos::advantages::{AdvantageInputs, EstimatorInput};
 use verl_algos::kl::{KlEstimator, KlEstimatorName};
 use verl_algos::{CutUnit, Ragged as AlgoRagged};
-use verl_pipe::batch::{Batch, RaggedColumn};
-use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
-use verl_pipe::keys::{
+use verl_declare::part::Part;
+use verl_words::batch::{Batch, RaggedColumn};
+use verl_words::field::{Key, LogProbTag, Ragged, Support, Weights};
+use verl_words::keys::{
     ADVANTAGES, GROUP_MEANS, MASK_KINDS, OLD_LOG_PROBS, REF_LOG_PROBS, RETURNS, REWARD_BASELINES,
     REWARDS, ROLLOUT_WEIGHTS, SUM_PI_SQUARED, VALUES, mask,
 };
-use verl_pipe::part::Part;
-use verl_pipe::resource::{Snapshot, StoredState, WeightsVersion};
-use verl_pipe::stage::{
+use verl_words::resource::{Snapshot, StoredState, WeightsVersion};
+use verl_words::stage::{
     BuildContext, Cardinality, ConfigError, Metric, MetricRole, Reduce, Shown, Stage, StageConfig,
     StageContext, StageError, StageSpec,
 };

@@ -41,12 +41,12 @@ use verl_algos::rollout_correction::{
     TrlSamplerRatio, WeightBound, all_scored,
 };
 use verl_algos::{AlgoError, Ragged};
-use verl_pipe::batch::{Batch, RaggedColumn};
-use verl_pipe::field::{LogProbTag, Support, Weights};
-use verl_pipe::keys::{
+use verl_words::batch::{Batch, RaggedColumn};
+use verl_words::field::{LogProbTag, Support, Weights};
+use verl_words::keys::{
     GROUP_MEANS, MASK_KINDS, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, ROLLOUT_MASKS, ROLLOUT_WEIGHTS, mask,
 };
-use verl_pipe::stage::{
+use verl_words::stage::{
     BuildContext, Cardinality, ConfigError, Metric, RowRule, Stage, StageConfig, StageContext,
     StageError, StageSpec,
 };
@@ -304,9 +304,10 @@ impl Stage for CorrectRolloutStage {
 
 #[cfg(test)]
 mod tests {
+    use verl_words::batch::RowId;
+
     use super::*;
     use crate::sink::{RecordingSink, run};
-    use verl_pipe::batch::RowId;
 
     /// A response of two actions around an observation whose log-probs differ, and a response whose log-probs agree.
     fn corrected(config: &CorrectRollout) -> RecordingSink {

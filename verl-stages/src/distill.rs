@@ -13,9 +13,9 @@ use verl_algos::losses::{
     DistillationBatch, DistillationLoss, DistillationMicroBatch, Divergence, MetricId,
 };
 use verl_models::model::{ListedTokens, PolicyModel};
-use verl_pipe::batch::{Batch, RaggedView};
-use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES};
-use verl_pipe::stage::{
+use verl_words::batch::{Batch, RaggedView};
+use verl_words::keys::{MASK_KINDS, PROMPTS, RESPONSES};
+use verl_words::stage::{
     Access, BuildContext, Cardinality, ConfigError, Metric, MetricRole, Reduce, RowRule, Shown,
     Stage, StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
 };
@@ -300,7 +300,7 @@ impl Stage for DistillStage {
 
 #[cfg(test)]
 mod tests {
-    use verl_pipe::batch::{RaggedColumn, RowId};
+    use verl_words::batch::{RaggedColumn, RowId};
 
     use super::*;
 

@@ -9,9 +9,9 @@ use verl_models::rollout::engine::{
     FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
 };
 use verl_models::targets::Target;
-use verl_pipe::batch::{Batch, RowId};
-use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::stage::{
+use verl_words::batch::{Batch, RowId};
+use verl_words::data::{DataError, DataLoaderInterface};
+use verl_words::stage::{
     Access, BuildContext, ConfigError, ModelWork, PreviewContext, RowPreviews, Stage, StageConfig,
     StageContext, StageError, StageSpec, StartContext, find_model,
 };

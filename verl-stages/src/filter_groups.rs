@@ -23,9 +23,9 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_pipe::batch::{Batch, RowId};
-use verl_pipe::keys::{GROUP_MEANS, REWARDS};
-use verl_pipe::stage::{
+use verl_words::batch::{Batch, RowId};
+use verl_words::keys::{GROUP_MEANS, REWARDS};
+use verl_words::stage::{
     BuildContext, Cardinality, ConfigError, Metric, OnShort, Reduce, Refill, RowRule, Stage,
     StageConfig, StageContext, StageError, StageSpec,
 };

@@ -6,13 +6,13 @@ use verl_models::random::{DrawKey, Purpose};
 use verl_models::rollout::engine::{
     FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
 };
-use verl_pipe::batch::{Batch, RaggedColumn};
-use verl_pipe::field::{LogProbTag, Support, Weights};
-use verl_pipe::keys::{
+use verl_words::batch::{Batch, RaggedColumn};
+use verl_words::field::{LogProbTag, Support, Weights};
+use verl_words::keys::{
     FINISH_REASONS, MASK_KINDS, PROMPTS, RESPONSE_TEXTS, RESPONSES, ROLLOUT_LOG_PROBS,
     SAMPLING_LOG_PROBS, finish, mask,
 };
-use verl_pipe::stage::{
+use verl_words::stage::{
     Access, BuildContext, Cardinality, ConfigError, Metric, MetricRole, ModelWork, Reduce, RowRule,
     Shown, Stage, StageConfig, StageContext, StageError, StageSpec, find_model,
 };

@@ -76,7 +76,7 @@ pub mod update_ilql;
 pub mod update_reward_model;
 pub mod values;
 
-use verl_pipe::registry::Registry;
+use verl_declare::registry::Registry;
 
 /// The list of everything that this crate registers; stages can also be chained with `>>`.
 macro_rules! built_ins {
@@ -102,7 +102,7 @@ macro_rules! built_ins {
                 .synonyms(synonyms::SETTINGS)
         }
 
-        verl_pipe::chainable!($($stage),+);
+        verl_declare::chainable!($($stage),+);
     };
 }
 
@@ -197,12 +197,12 @@ mod tests {
     use std::path::Path;
     use verl_pipe::plan::Plannable;
 
+    use verl_declare::part::{Part, Slot};
     use verl_pipe::config::read_pipeline;
-    use verl_pipe::diagnostic::{Diagnostic, Findings};
-    use verl_pipe::part::{Part, Slot};
     use verl_pipe::plan::Plan;
     use verl_pipe::schema::pipeline_schema;
-    use verl_pipe::stage::{BuildContext, StageConfig};
+    use verl_words::diagnostic::{Diagnostic, Findings};
+    use verl_words::stage::{BuildContext, StageConfig};
 
     use super::advantages::Advantages;
     use super::estimators::Estimator;

@@ -8,13 +8,13 @@ mod cache;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::model::{Extras, ScoreRow, Scores};
-use verl_pipe::batch::{Batch, RaggedColumn, RowId};
-use verl_pipe::field::{Field, LogProbTag, Support, Weights};
-use verl_pipe::keys::{
+use verl_words::batch::{Batch, RaggedColumn, RowId};
+use verl_words::field::{Field, LogProbTag, Support, Weights};
+use verl_words::keys::{
     ENTROPIES, GROUP_MEANS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS, RESPONSES, ROLLOUT_LOG_PROBS,
     SUM_PI_SQUARED,
 };
-use verl_pipe::stage::{
+use verl_words::stage::{
     Access, BuildContext, ConfigError, Metric, MetricRole, ModelWork, Reduce, Shown, Stage,
     StageConfig, StageContext, StageError, StageSpec, find_model,
 };

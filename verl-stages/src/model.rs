@@ -30,11 +30,11 @@ use verl_models::policy::Policy;
 use verl_models::rollout::stop::{TextDecoder, text_to_stop};
 use verl_models::tokenizer::Tokenizer;
 use verl_models::{Decoder, DecoderConfig, parameters, registers};
-use verl_pipe::resource::{
+use verl_words::resource::{
     CpuKernels, DeviceRefusal, Footprint, ModelInfo, ModelResource, ResourceError, Shortage,
     Snapshot, StoredState, TokenTexts, WeightsVersion,
 };
-use verl_pipe::stage::{
+use verl_words::stage::{
     BuildContext, ConfigError, DeviceSupport, ModelConfig, ModelFactory, Training,
 };
 

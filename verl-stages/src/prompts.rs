@@ -39,10 +39,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use verl_models::targets::Target;
-use verl_pipe::batch::{Batch, RaggedColumn};
-use verl_pipe::data::DataError;
-use verl_pipe::keys::{ANSWERS, DATA_ROWS, PROMPT_TEXTS, PROMPTS, TARGET_KINDS, TARGETS, mask};
-use verl_pipe::stage::{
+use verl_words::batch::{Batch, RaggedColumn};
+use verl_words::data::DataError;
+use verl_words::keys::{ANSWERS, DATA_ROWS, PROMPT_TEXTS, PROMPTS, TARGET_KINDS, TARGETS, mask};
+use verl_words::stage::{
     Access, BuildContext, Cardinality, ConfigError, Metric, PreviewContext, Reduce, RowPreviews,
     RowRule, Stage, StageConfig, StageContext, StageError, StageSpec, StartContext,
 };

@@ -4,8 +4,8 @@ use std::fmt::Display;
 
 use verl_models::model::ModelError;
 use verl_models::rollout::engine::RolloutError;
-use verl_pipe::batch::RowId;
-use verl_pipe::stage::StageError;
+use verl_words::batch::RowId;
+use verl_words::stage::StageError;
 
 /// The error of a rollout that was asked for `samples` responses to each row of `ids`, with the sample named.
 pub(crate) fn refused_request(error: RolloutError, ids: &[RowId], samples: usize) -> StageError {

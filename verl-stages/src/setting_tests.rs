@@ -3,12 +3,12 @@
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
-use verl_pipe::chain::IntoStage;
+use verl_declare::chain::IntoStage;
+use verl_declare::registry::Registry;
 use verl_pipe::config::{parse_pipeline, read_pipeline};
-use verl_pipe::diagnostic::{Diagnostic, Findings};
 use verl_pipe::plan::Plannable;
-use verl_pipe::registry::Registry;
 use verl_pipe::schema::pipeline_schema;
+use verl_words::diagnostic::{Diagnostic, Findings};
 
 use super::register;
 

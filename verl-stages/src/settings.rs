@@ -1,7 +1,7 @@
 //! Macros and checks for the settings of this crate's stages and parts.
 
 use verl_algos::AlgoError;
-use verl_pipe::stage::ConfigError;
+use verl_words::stage::ConfigError;
 
 /// Settings as a plain struct: each with its documentation, its type and its default.
 macro_rules! settings {
@@ -28,11 +28,11 @@ macro_rules! metrics {
     ($($ident:ident: $name:literal, $unit:literal, $meaning:literal $(, $role:ident)?;)*) => {
         $(
             #[doc = $meaning]
-            pub const $ident: verl_pipe::stage::Metric = verl_pipe::stage::Metric {
+            pub const $ident: verl_words::stage::Metric = verl_words::stage::Metric {
                 name: $name,
                 unit: $unit,
                 meaning: $meaning,
-                reduce: verl_pipe::stage::Reduce::Mean,
+                reduce: verl_words::stage::Reduce::Mean,
                 role: $crate::settings::metric_role!($($role)?),
             };
         )*
@@ -46,7 +46,7 @@ macro_rules! metric_role {
         None
     };
     ($role:ident) => {
-        Some(verl_pipe::stage::MetricRole::$role)
+        Some(verl_words::stage::MetricRole::$role)
     };
 }
 pub(crate) use metric_role;

@@ -9,9 +9,9 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::rewards::overlong::OverlongPenalty;
-use verl_pipe::batch::Batch;
-use verl_pipe::keys::{RESPONSES, REWARDS, SHAPED_REWARDS};
-use verl_pipe::stage::{
+use verl_words::batch::Batch;
+use verl_words::keys::{RESPONSES, REWARDS, SHAPED_REWARDS};
+use verl_words::stage::{
     BuildContext, ConfigError, Metric, Reduce, Stage, StageConfig, StageContext, StageError,
     StageSpec,
 };
@@ -143,9 +143,10 @@ impl Stage for ShapeOverlong {
 
 #[cfg(test)]
 mod tests {
+    use verl_words::batch::{RaggedColumn, RowId};
+
     use super::*;
     use crate::sink::{RecordingSink, run};
-    use verl_pipe::batch::{RaggedColumn, RowId};
 
     fn shaped(
         config: &ShapeOverlong,

@@ -1,7 +1,7 @@
 //! Names of this crate's settings in other trainers (TRL, verl in Python, transformers, vLLM), for the help about an
 //! unknown setting.
 
-use verl_pipe::config::Synonym;
+use verl_declare::config::Synonym;
 
 /// All settings. If another trainer's name means several, the first one that the current table has is suggested.
 // One setting per line.

@@ -7,14 +7,14 @@ use burn::tensor::Tensor;
 use verl_algos::losses::{MetricId, MetricSum, Partial};
 use verl_algos::{AlgoError, Counts, CutUnit, MiniBatch};
 use verl_models::model::{ModelError, ScoreRow, StepReport, TrainedModel};
-use verl_pipe::batch::{Batch, RaggedView, RowId};
-use verl_pipe::field::{Key, Ragged};
-use verl_pipe::keys::{
+use verl_words::batch::{Batch, RaggedView, RowId};
+use verl_words::field::{Key, Ragged};
+use verl_words::keys::{
     FINISH_REASONS, MASK_KINDS, PROMPTS, ROLLOUT_MASKS, TARGET_KINDS, TARGETS, finish, mask,
 };
-use verl_pipe::run::records::{NO_SAMPLES, STAGE};
-use verl_pipe::schedule::batching::BatchPlan;
-use verl_pipe::stage::{Metric, ModelWork, StageContext, StageError, StageSink};
+use verl_words::stage::{
+    BatchPlan, Metric, ModelWork, NO_SAMPLES, StageContext, StageError, StageSink, of_stage,
+};
 
 use crate::refusals::refused_row;
 
@@ -228,7 +228,7 @@ pub(crate) fn report_skipped(
         return;
     }
     // Named after the stage, as the engine does when no row reaches it.
-    let name = NO_SAMPLES.name.replace(STAGE, context.stage);
+    let name = of_stage(&NO_SAMPLES, context.stage);
     context.sink.record_named(&name, skipped as f64, 1.0);
     if skipped == steps {
         tracing::warn!(

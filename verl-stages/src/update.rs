@@ -17,16 +17,16 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::losses::{LossInput, MetricId, Partial};
 use verl_algos::{AlgoError, Counts, MicroBatch, MiniBatch, Preferences};
+use verl_declare::part::Part;
 use verl_models::model::{PackedScores, PolicyModel};
-use verl_pipe::batch::{Batch, RaggedView, RowId};
-use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
-use verl_pipe::keys::{
+use verl_words::batch::{Batch, RaggedView, RowId};
+use verl_words::field::{Key, LogProbTag, Ragged, Support, Weights};
+use verl_words::keys::{
     ADVANTAGES, FINISH_REASONS, MASK_KINDS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS,
     ROLLOUT_LOG_PROBS, ROLLOUT_MASKS, ROLLOUT_WEIGHTS, TARGET_KINDS,
 };
-use verl_pipe::part::Part;
-use verl_pipe::resource::{Snapshot, StoredState, WeightsVersion};
-use verl_pipe::stage::{
+use verl_words::resource::{Snapshot, StoredState, WeightsVersion};
+use verl_words::stage::{
     Access, BuildContext, Cardinality, ConfigError, Metric, MetricRole, Reduce, RowRule, Shown,
     Stage, StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
 };

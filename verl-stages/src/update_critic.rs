@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 use verl_algos::losses::{MetricId, Objective, ValueLoss};
 use verl_algos::{MicroBatch, MiniBatch};
 use verl_models::model::ValueModel;
-use verl_pipe::batch::{Batch, RaggedView};
-use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES, RETURNS, VALUES};
-use verl_pipe::stage::{
+use verl_words::batch::{Batch, RaggedView};
+use verl_words::keys::{MASK_KINDS, PROMPTS, RESPONSES, RETURNS, VALUES};
+use verl_words::stage::{
     Access, BuildContext, Cardinality, ConfigError, Metric, MetricRole, Reduce, RowRule, Shown,
     Stage, StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
 };
@@ -246,8 +246,8 @@ impl Stage for UpdateCriticStage {
 #[cfg(test)]
 mod tests {
     use verl_models::model::ScoreRow;
-    use verl_pipe::batch::RaggedColumn;
-    use verl_pipe::stage::Models;
+    use verl_words::batch::RaggedColumn;
+    use verl_words::stage::Models;
 
     use super::*;
     use crate::model::value::testing;

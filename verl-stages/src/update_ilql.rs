@@ -12,9 +12,9 @@ use verl_algos::ilql::{IlqlBatch, IlqlLoss, IlqlMicroBatch, TargetSync};
 use verl_algos::losses::MetricId;
 use verl_algos::{Counts, CutUnit, MiniBatch, Ragged as AlgoRagged};
 use verl_models::ilql::{IlqlModel, IlqlPolicy};
-use verl_pipe::batch::Batch;
-use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES, REWARDS};
-use verl_pipe::stage::{
+use verl_words::batch::Batch;
+use verl_words::keys::{MASK_KINDS, PROMPTS, RESPONSES, REWARDS};
+use verl_words::stage::{
     Access, BuildContext, Cardinality, ConfigError, RowRule, Shown, Stage, StageConfig,
     StageContext, StageError, StageSink, StageSpec, find_model,
 };
@@ -271,7 +271,7 @@ impl Stage for UpdateIlqlStage {
 
 #[cfg(test)]
 mod tests {
-    use verl_pipe::batch::{RaggedColumn, RowId};
+    use verl_words::batch::{RaggedColumn, RowId};
 
     use super::*;
 

@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 use verl_algos::losses::{MetricId, Objective, RewardModelLoss, RowLoss};
 use verl_algos::{Aggregation, Counts, MicroBatch, MiniBatch, Preferences};
 use verl_models::model::ValueModel;
-use verl_pipe::batch::Batch;
-use verl_pipe::keys::{MARGINS, PROMPTS, RESPONSES};
-use verl_pipe::stage::{
+use verl_words::batch::Batch;
+use verl_words::keys::{MARGINS, PROMPTS, RESPONSES};
+use verl_words::stage::{
     Access, BuildContext, Cardinality, ConfigError, Metric, RowRule, Shown, Stage, StageConfig,
     StageContext, StageError, StageSink, StageSpec, find_model,
 };
@@ -215,8 +215,8 @@ impl Stage for UpdateRewardModelStage {
 
 #[cfg(test)]
 mod tests {
-    use verl_pipe::batch::RowId;
-    use verl_pipe::stage::Models;
+    use verl_words::batch::RowId;
+    use verl_words::stage::Models;
 
     use super::*;
     use crate::model::value::testing;

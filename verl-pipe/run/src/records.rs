@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use verl_words::data::DataLoaderInterface;
 use verl_words::resource::CpuKernels;
 use verl_words::stage::{Metric, MetricRole, Reduce};
+pub use verl_words::stage::{NO_SAMPLES, STAGE, of_stage};
 
 /// State of a run, as recorded in `status.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -270,14 +271,6 @@ pub struct WarningLine {
     pub message: String,
 }
 
-/// Placeholder for the name of a stage in the name of a metric.
-pub const STAGE: &str = "<stage>";
-
-/// Name of `metric` for a stage: [`STAGE`] is replaced by the name of the stage.
-pub fn of_stage(metric: &Metric, stage: &str) -> String {
-    metric.name.replace(STAGE, stage)
-}
-
 const fn metric(
     name: &'static str,
     unit: &'static str,
@@ -351,13 +344,6 @@ pub const ROW_S_MAX: Metric = metric(
     "seconds",
     "longest time of a row's call, for stages whose rows have a deadline; includes rows that failed",
     Reduce::Max,
-);
-/// Skipped optimiser steps.
-pub const NO_SAMPLES: Metric = metric(
-    "<stage>/no_samples",
-    "optimiser steps",
-    "optimiser steps that were skipped because no token was left to learn from",
-    Reduce::Sum,
 );
 /// Waves drawn.
 pub const WAVES: Metric = metric(

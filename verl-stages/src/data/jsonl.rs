@@ -14,8 +14,8 @@ use schemars::JsonSchema;
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use verl_pipe::data::{DataError, DataLoaderInterface, OpenedData};
-use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
+use verl_words::data::{DataError, DataLoaderInterface, OpenedData};
+use verl_words::stage::{BuildContext, ConfigError, DataConfig};
 
 use super::json_numbers;
 use super::recognise::{json_fault, recognise};

@@ -23,8 +23,8 @@ use arrow_array::ArrayRef;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use verl_pipe::data::{DataError, DataLoaderInterface, OpenedData};
-use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
+use verl_words::data::{DataError, DataLoaderInterface, OpenedData};
+use verl_words::stage::{BuildContext, ConfigError, DataConfig};
 
 use path::{ColumnPath, column_paths};
 use values::unsupported;

@@ -1,6 +1,6 @@
 //! The order of the bounds of a clip.
 
-use verl_pipe::stage::ConfigError;
+use verl_words::stage::ConfigError;
 
 /// The bounds of a policy loss that clips a ratio to `1 − low` to `1 + high`, or another distance to `−low` to `high`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -53,8 +53,8 @@ impl ClipBounds {
 
 #[cfg(test)]
 mod tests {
-    use verl_pipe::part::PartConfig;
-    use verl_pipe::stage::BuildContext;
+    use verl_declare::part::PartConfig;
+    use verl_words::stage::BuildContext;
 
     use crate::losses::*;
 

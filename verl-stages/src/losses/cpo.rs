@@ -1,8 +1,8 @@
 //! Contrastive preference optimisation and SimPO: pairs without a reference.
 
 use verl_algos::losses::{Cpo as Maths, CpoLoss, RowLoss};
-use verl_pipe::part::PartConfig;
-use verl_pipe::stage::{BuildContext, ConfigError};
+use verl_declare::part::PartConfig;
+use verl_words::stage::{BuildContext, ConfigError};
 
 use super::judged::{of_pairs, pair_fault};
 use super::{CpoLossName, Loss};

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use verl_algos::losses::{Dpo as Maths, FDivergence, PreferenceLoss, RowLoss};
 use verl_algos::{AlgoError, losses::Objective};
-use verl_pipe::part::PartConfig;
-use verl_pipe::stage::{BuildContext, ConfigError};
+use verl_declare::part::PartConfig;
+use verl_words::stage::{BuildContext, ConfigError};
 
 use super::judged::{of_pairs, pair_fault};
 use super::loss_state::RunningMean;

@@ -1,7 +1,7 @@
 //! Shared by preference losses: their metrics, and the rows that they need.
 
 use verl_algos::losses::{MetricId, Objective};
-use verl_pipe::stage::{BuildContext, ConfigError, Metric, Shown};
+use verl_words::stage::{BuildContext, ConfigError, Metric, Shown};
 
 use super::Loss;
 use crate::settings::metrics;

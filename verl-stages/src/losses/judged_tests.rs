@@ -1,7 +1,7 @@
 use verl_algos::CutUnit;
 use verl_algos::losses::LossInput;
-use verl_pipe::part::PartConfig;
-use verl_pipe::stage::{BuildContext, ConfigError};
+use verl_declare::part::PartConfig;
+use verl_words::stage::{BuildContext, ConfigError};
 
 use super::kto::Baseline;
 use super::*;

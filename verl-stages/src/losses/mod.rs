@@ -27,10 +27,10 @@ pub mod sft;
 
 use verl_algos::Aggregation;
 use verl_algos::losses::{LossInput, MetricId, Objective};
-use verl_pipe::field::{Key, Ragged};
-use verl_pipe::keys::RESPONSES;
-use verl_pipe::part::Slot;
-use verl_pipe::stage::{ConfigError, Metric, Shown};
+use verl_declare::part::Slot;
+use verl_words::field::{Key, Ragged};
+use verl_words::keys::RESPONSES;
+use verl_words::stage::{ConfigError, Metric, Shown};
 
 pub use clip_bounds::ClipBounds;
 pub use cpo::{Cpo, SimPo};

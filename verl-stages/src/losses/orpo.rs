@@ -1,8 +1,8 @@
 //! Odds-ratio preference optimisation: supervised training with a preference term.
 
 use verl_algos::losses::{OrpoOdds, RowLoss, orpo};
-use verl_pipe::part::PartConfig;
-use verl_pipe::stage::{BuildContext, ConfigError};
+use verl_declare::part::PartConfig;
+use verl_words::stage::{BuildContext, ConfigError};
 
 use super::Loss;
 use super::judged::{of_pairs, pair_fault};

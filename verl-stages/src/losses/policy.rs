@@ -8,8 +8,8 @@ use verl_algos::losses::{
     EntropyBonus, ImportanceKlLoss, KlLoss, MetricId, Objective, OffPolicyRows, TokenFilter,
     TokenLoss, TopEntropyBonus, TopEntropyTokens,
 };
-use verl_pipe::part::PartConfig;
-use verl_pipe::stage::{BuildContext, ConfigError, Metric, Shown};
+use verl_declare::part::PartConfig;
+use verl_words::stage::{BuildContext, ConfigError, Metric, Shown};
 
 use super::clip_bounds::ClipBounds;
 use super::{AggregationName, KlEstimatorName, Level, Loss, LossState, aggregation};

@@ -1,9 +1,9 @@
 //! Supervised fine-tuning: imitate the targets.
 
 use verl_algos::losses::{MetricId, Objective, SftLoss};
-use verl_pipe::keys::TARGETS;
-use verl_pipe::part::PartConfig;
-use verl_pipe::stage::{BuildContext, ConfigError};
+use verl_declare::part::PartConfig;
+use verl_words::keys::TARGETS;
+use verl_words::stage::{BuildContext, ConfigError};
 
 use super::{AggregationName, Loss, aggregation};
 use crate::settings::{metrics, settings};

@@ -4,7 +4,7 @@ use burn::tensor::DType;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::device::has_bf16;
-use verl_pipe::stage::ConfigError;
+use verl_words::stage::ConfigError;
 
 /// Type of the weights on the device, and of the matrix products.
 ///

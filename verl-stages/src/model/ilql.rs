@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 use verl_models::hf::Origin;
 use verl_models::ilql::{IlqlDecoder, IlqlHeads, IlqlPolicy, Q_HEADS};
 use verl_models::optim::OptimizerConfig;
-use verl_pipe::resource::{CpuKernels, ModelInfo, ModelResource, ResourceError, TokenTexts};
-use verl_pipe::stage::{
+use verl_words::resource::{CpuKernels, ModelInfo, ModelResource, ResourceError, TokenTexts};
+use verl_words::stage::{
     BuildContext, ConfigError, DeviceSupport, ModelConfig, ModelFactory, Training,
 };
 

@@ -9,8 +9,8 @@ use verl_models::model::{ModelInterface, PolicyModel, ValueInterface, ValueModel
 use verl_models::optim::OptimizerConfig;
 use verl_models::policy::Policy;
 use verl_models::tokenizer::Tokenizer;
-use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError};
-use verl_pipe::stage::{BuildContext, ConfigError, DeviceSupport, ModelFactory, Training};
+use verl_words::resource::{ModelInfo, ModelResource, ResourceError};
+use verl_words::stage::{BuildContext, ConfigError, DeviceSupport, ModelFactory, Training};
 
 use super::texts::template_of;
 use super::{

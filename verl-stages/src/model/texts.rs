@@ -7,8 +7,8 @@ use serde_json::{Map, Value};
 use verl_models::DecoderConfig;
 use verl_models::chat_template::ChatTemplate;
 use verl_models::tokenizer::{Tokenizer, TokenizerError};
-use verl_pipe::resource::{ModelInfo, ResourceError, Texts, TokenTexts, Vocabulary};
-use verl_pipe::stage::{BuildContext, ConfigError, Models, StageError, find_model};
+use verl_words::resource::{ModelInfo, ResourceError, Texts, TokenTexts, Vocabulary};
+use verl_words::stage::{BuildContext, ConfigError, Models, StageError, find_model};
 
 use super::words::TokenDecoder;
 use super::{PolicyResource, ValueResource, failed};
@@ -278,9 +278,10 @@ pub(crate) fn room_fault(
 
 #[cfg(test)]
 mod tests {
+    use verl_words::stage::ModelFactory;
+
     use super::*;
     use crate::model::CausalLm;
-    use verl_pipe::stage::ModelFactory;
 
     const FOLDER: &str = concat!(
         env!("CARGO_MANIFEST_DIR"),

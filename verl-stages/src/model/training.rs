@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 use verl_models::optim::OptimizerConfig;
-use verl_pipe::stage::{BuildContext, ConfigError, Training};
+use verl_words::stage::{BuildContext, ConfigError, Training};
 
 /// The optimiser of the model `name` in the run of `context`.
 pub(super) fn optimizer_of(

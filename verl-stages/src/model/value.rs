@@ -15,11 +15,11 @@ use verl_models::model::ValueModel;
 use verl_models::optim::OptimizerConfig;
 use verl_models::tokenizer::Tokenizer;
 use verl_models::value_head::{self, FreshHead, HeadKind};
-use verl_pipe::resource::{
+use verl_words::resource::{
     CpuKernels, ModelInfo, ModelResource, ResourceError, Snapshot, StoredState, TokenTexts,
     WeightsVersion,
 };
-use verl_pipe::stage::{
+use verl_words::stage::{
     BuildContext, ConfigError, DeviceSupport, ModelConfig, ModelFactory, Training,
 };
 
@@ -272,9 +272,9 @@ impl ModelFactory for ValueLm {
 /// A value model and rows for tests of the stages that use one.
 #[cfg(test)]
 pub(crate) mod testing {
-    use verl_pipe::batch::{Batch, RaggedColumn, RowId};
-    use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES};
-    use verl_pipe::stage::Models;
+    use verl_words::batch::{Batch, RaggedColumn, RowId};
+    use verl_words::keys::{MASK_KINDS, PROMPTS, RESPONSES};
+    use verl_words::stage::Models;
 
     use super::*;
 

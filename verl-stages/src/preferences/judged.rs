@@ -3,7 +3,7 @@
 use serde_json::Value;
 use verl_models::chat_template::message;
 use verl_models::targets::Lesson;
-use verl_pipe::data::DataError;
+use verl_words::data::DataError;
 
 use super::{OnEqual, PreferenceFormat};
 use crate::prompts::{

@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 use verl_models::chat_template::{ChatTemplate, message};
 use verl_models::targets::{Lesson, Note, Target, TargetError, Writer};
 use verl_models::tokenizer::Tokenizer;
-use verl_pipe::data::{DataError, DataLoaderInterface};
+use verl_words::data::{DataError, DataLoaderInterface};
 
 use super::format::{OnLong, PromptFormat, PromptInput, Row, Template, TrainOn, role};
 use super::notes::RowNote;

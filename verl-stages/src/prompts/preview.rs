@@ -2,8 +2,8 @@
 
 use serde_json::Value;
 use verl_models::targets::Target;
-use verl_pipe::data::DataError;
-use verl_pipe::stage::{
+use verl_words::data::DataError;
+use verl_words::stage::{
     LongRows, NotePreview, PreviewContext, RowPreview, RowPreviews, StageError, TargetPreview,
 };
 

@@ -51,9 +51,9 @@ use std::time::Duration;
 use regex::Regex;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_pipe::batch::Batch;
-use verl_pipe::keys::{ANSWERS, RESPONSE_TEXTS, RESPONSES, REWARDS};
-use verl_pipe::stage::{
+use verl_words::batch::Batch;
+use verl_words::keys::{ANSWERS, RESPONSE_TEXTS, RESPONSES, REWARDS};
+use verl_words::stage::{
     BuildContext, ConfigError, Metric, Reduce, Stage, StageConfig, StageContext, StageError,
     StageSpec,
 };

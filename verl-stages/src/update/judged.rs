@@ -2,9 +2,9 @@
 
 use verl_algos::losses::kl_baseline;
 use verl_models::model::{Extras, ScoreRow};
-use verl_pipe::batch::{Batch, RowId};
-use verl_pipe::keys::{DESIRABLE, PROMPTS};
-use verl_pipe::stage::{Access, ModelWork, Models, StageError, StageSpec, find_model};
+use verl_words::batch::{Batch, RowId};
+use verl_words::keys::{DESIRABLE, PROMPTS};
+use verl_words::stage::{Access, ModelWork, Models, StageError, StageSpec, find_model};
 
 use crate::losses::Loss;
 use crate::model::{POLICY, PolicyResource};
@@ -115,10 +115,11 @@ fn mismatched<'a>(rows: &[ScoreRow<'a>], context: usize) -> Result<Vec<ScoreRow<
 
 #[cfg(test)]
 mod tests {
+    use verl_declare::part::PartConfig;
+    use verl_words::batch::RowId;
+    use verl_words::stage::BuildContext;
+
     use super::*;
-    use verl_pipe::batch::RowId;
-    use verl_pipe::part::PartConfig;
-    use verl_pipe::stage::BuildContext;
 
     use crate::losses::{Kto, Orpo};
 

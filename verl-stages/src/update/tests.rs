@@ -1,6 +1,6 @@
-use verl_pipe::batch::{RaggedColumn, RowId};
-use verl_pipe::keys::{RESPONSES, finish};
-use verl_pipe::stage::Models;
+use verl_words::batch::{RaggedColumn, RowId};
+use verl_words::keys::{RESPONSES, finish};
+use verl_words::stage::Models;
 
 use super::*;
 use crate::sink::run_with;
@@ -93,7 +93,7 @@ fn several_optimiser_steps_per_step_need_old_log_probs() {
         context.batch.samples = 2;
         context.batch.optimizer_steps = steps;
         let spec = StageConfig::build(&config, &context).unwrap().spec();
-        let has = |fields: &[verl_pipe::field::Field]| {
+        let has = |fields: &[verl_words::field::Field]| {
             fields
                 .iter()
                 .any(|field| field.name == OLD_LOG_PROBS.name())
@@ -118,7 +118,7 @@ fn pairs() -> (Models, Batch) {
     };
     let model = crate::model::CausalLm::trained(folder, optimizer);
     let model =
-        verl_pipe::stage::ModelFactory::load(&model, "actor", "cpu", &BuildContext::default());
+        verl_words::stage::ModelFactory::load(&model, "actor", "cpu", &BuildContext::default());
     let models = Models::from([("actor".to_owned(), model.expect("a model"))]);
     let ids = [0, 1].map(|row| RowId::prompt(0, row).unwrap());
     let mut batch = Batch::with_rows(&ids).repeat(2).unwrap();
@@ -139,7 +139,7 @@ fn pairs() -> (Models, Batch) {
         .put(&REF_LOG_PROBS, RaggedColumn::from_rows(reference))
         .unwrap();
     batch
-        .put(&verl_pipe::keys::DESIRABLE, vec![1u8, 0, 1, 0])
+        .put(&verl_words::keys::DESIRABLE, vec![1u8, 0, 1, 0])
         .unwrap();
     (models, batch)
 }

@@ -34,8 +34,8 @@ pub use context::{
 };
 pub use preview::{LongRows, NotePreview, PreviewContext, RowPreview, RowPreviews, TargetPreview};
 pub use rules::{
-    Access, Agreement, Cadence, Cardinality, Metric, MetricRole, MetricRoles, OnRowError, OnShort,
-    Reduce, Refill, RowRule, Shown,
+    Access, Agreement, Cadence, Cardinality, Metric, MetricRole, MetricRoles, NO_SAMPLES,
+    OnRowError, OnShort, Reduce, Refill, RowRule, STAGE, Shown, of_stage,
 };
 pub use spec::StageSpec;
 pub use work::{LengthBound, LengthLimit, ModelWork, OptimizerPasses, WorkKind};

@@ -139,6 +139,23 @@ pub struct Metric {
     pub role: Option<MetricRole>,
 }
 
+/// Placeholder for the name of a stage in the name of a metric.
+pub const STAGE: &str = "<stage>";
+
+/// Name of `metric` for a stage: [`STAGE`] is replaced by the name of the stage.
+pub fn of_stage(metric: &Metric, stage: &str) -> String {
+    metric.name.replace(STAGE, stage)
+}
+
+/// Metric of a stage that updates a model: optimiser steps that it skipped. The engine declares it for every stage.
+pub const NO_SAMPLES: Metric = Metric {
+    name: "<stage>/no_samples",
+    unit: "optimiser steps",
+    meaning: "optimiser steps that were skipped because no token was left to learn from",
+    reduce: Reduce::Sum,
+    role: None,
+};
+
 /// What a metric is to the console and to the anomaly rules, which find metrics by their roles and never by their names.
 /// Metrics of several stages may have the same role.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
