@@ -10,6 +10,7 @@ mod anomalies;
 mod bad_input;
 mod bench;
 mod browser;
+mod crates;
 mod critic;
 mod dapo;
 mod debug;

@@ -7,7 +7,8 @@
 
 use burn::tensor::DType;
 use verl_decoder::decoder::DecoderConfig;
-use verl_kernels::{KEPT_LOGIT_BYTES, LOGIT_BYTES, device};
+use verl_kernels::device::DeviceKind;
+use verl_kernels::{KEPT_LOGIT_BYTES, LOGIT_BYTES};
 use verl_rollout::batched::{CACHE_SHARE, MAX_ROWS};
 
 use crate::rows::{CallLimits, TRAIN_CHUNK};
@@ -92,7 +93,7 @@ pub fn footprint(config: &DecoderConfig, usage: Usage<'_>) -> Footprint {
         scores_tokens,
         recompute,
     } = usage;
-    let on_gpu = device::has_bf16(device);
+    let on_gpu = DeviceKind::named(device).is_some_and(|kind| !kind.is_host());
     let element = dtype.size();
     let (layers, width) = (config.layers, config.hidden_size);
     let (query, key) = (config.heads.query, config.heads.key_value);

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use verl_kernels::device::DeviceKind;
 
 use crate::model::{ModelError, ScoreRow};
 
@@ -53,7 +54,7 @@ impl CallLimits {
 
     /// The sizes for this device.
     pub(crate) fn of(device: &Device) -> CallLimits {
-        CallLimits::named(*device != Device::flex())
+        CallLimits::named(!DeviceKind::of(device).is_host())
     }
 
     /// The sizes for a GPU or the CPU.

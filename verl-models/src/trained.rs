@@ -9,6 +9,7 @@ use burn::module::{Module, ParamId};
 use burn::tensor::{Device, Tensor};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
+use verl_kernels::device::DeviceKind;
 
 use crate::model::{ModelError, ParameterGroup, StepReport};
 use crate::optim::{
@@ -168,7 +169,7 @@ impl<M: Module> Trained<M> {
         let run = |(call, module): (&C, M)| run(&module, call);
         // A single call leaves cores idle, because only large products are split among threads. A GPU has one stream
         // per thread and one memory pool per stream, so there calls stay on this thread.
-        if self.device() == Device::flex() {
+        if DeviceKind::of(&self.device()).is_host() {
             jobs.into_par_iter().map(run).collect()
         } else {
             jobs.into_iter().map(run).collect()

@@ -17,7 +17,7 @@ use verl_decoder::blocks::rope::Rope;
 use verl_decoder::decoder::{Backbone, Decoder, DecoderConfig};
 use verl_decoder::hf::weights::Checkpoint;
 use verl_decoder::hf::{self, LoadError, LoadReport};
-use verl_kernels::device::is_cpu;
+use verl_kernels::device::DeviceKind;
 use verl_kernels::random;
 
 use crate::model::{ModelError, ValueInterface};
@@ -248,7 +248,7 @@ fn scores(x: Tensor<2>, head: &Linear) -> Tensor<1> {
         _ => DType::F32,
     };
     let (x, weight) = (x.cast(dtype), head.weight.val().cast(dtype));
-    let sums = match dtype == DType::F32 && is_cpu(&x.device()) {
+    let sums = match dtype == DType::F32 && DeviceKind::of(&x.device()).is_host() {
         true => linear(x, weight),
         false => (x * weight).sum_dim(1),
     };

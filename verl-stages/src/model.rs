@@ -20,7 +20,7 @@ use burn::tensor::{DType, Device};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::chat_template::ChatTemplate;
-use verl_models::device::DeviceError;
+use verl_models::device::{DeviceError, DeviceKind};
 use verl_models::hf::save::companion_bytes;
 use verl_models::hf::{LoadError, Origin, SaveDType};
 use verl_models::memory::{Usage, footprint};
@@ -439,7 +439,8 @@ fn check_recompute(
     config: &DecoderConfig,
     device: &str,
 ) -> Result<(), ConfigError> {
-    let reason = if !verl_models::device::has_bf16(device) {
+    let kind = DeviceKind::named(device);
+    let reason = if !kind.is_some_and(DeviceKind::fuses_halves) {
         "recomputation is not supported on the CPU"
     } else if !config.has_block_kernels() {
         "recomputation does not support this model's head norms or biases"
@@ -458,7 +459,7 @@ fn check_recompute(
 
 /// A setting that would save memory, if there is one.
 fn smaller(config: &DecoderConfig, usage: Usage<'_>, trained: bool) -> Option<&'static str> {
-    if !verl_models::device::has_bf16(usage.device) {
+    if DeviceKind::named(usage.device).is_none_or(DeviceKind::is_host) {
         None
     } else if usage.dtype == DType::F32 {
         Some("dtype = \"bf16\"")

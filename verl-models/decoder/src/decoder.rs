@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use verl_kernels::device::is_cpu;
+use verl_kernels::device::DeviceKind;
 use verl_kernels::prefixes::Distinct;
 use verl_kernels::{indices, random};
 
@@ -180,10 +180,11 @@ impl Backbone {
     ///
     /// [segments]: verl_kernels::prefixes::Segment
     fn shares_prefixes(&self) -> bool {
-        let on_cpu = |device: &Device, dtype, head_dim| {
-            is_cpu(device) && kernels::attention_is_fused(device, dtype, head_dim)
+        let kernels = |device: &Device, dtype, head_dim| {
+            DeviceKind::of(device).shares_prefixes()
+                && kernels::attention_is_fused(device, dtype, head_dim)
         };
-        self.has(on_cpu)
+        self.has(kernels)
     }
 
     /// Whether there are kernels for the device and dtype of the weights and the width of the heads.

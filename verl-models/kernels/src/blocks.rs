@@ -24,14 +24,13 @@ use burn::tensor::{DType, Device, Int, Tensor};
 use self::attention_half::{AttentionHalf, AttentionHalfStep};
 use self::mlp_half::{MlpHalf, MlpHalfStep};
 use super::{AttentionShape, Heads, attention_is_fused, indices};
-use crate::device::is_cpu;
+use crate::device::DeviceKind;
 
 pub use self::steps::{BlockGradients, Places};
 
-/// Whether the operations of this file are the fastest for tensors of this device and dtype and heads of this width. On
-/// the CPU the single operations are faster, because they work on one sequence at a time.
+/// Whether the operations of this file are the fastest for tensors of this device and dtype and heads of this width.
 pub fn blocks_are_fused(device: &Device, dtype: DType, head_dim: usize) -> bool {
-    !is_cpu(device) && attention_is_fused(device, dtype, head_dim)
+    DeviceKind::of(device).fuses_halves() && attention_is_fused(device, dtype, head_dim)
 }
 
 /// The sequences of a call, one after another.

@@ -6,7 +6,7 @@
 mod memory;
 mod preflight;
 
-use burn::tensor::Device;
+use burn::tensor::{DType, Device};
 
 use crate::allocation;
 
@@ -29,21 +29,88 @@ pub fn device(name: &str) -> Result<Device, DeviceError> {
     }
 }
 
-/// Whether the device named `name`, which need not exist on this machine, supports models in bf16. CPU kernels are f32
-/// only, and a GPU without bf16 does not pass [`preflight`].
+/// A kind of device. Code asks it what the device offers, and never which kind it is.
 ///
 /// ```
-/// use verl_kernels::device::has_bf16;
+/// use verl_kernels::device::DeviceKind;
 ///
-/// assert!(has_bf16("cuda:1") && !has_bf16("cpu") && !has_bf16("gpu"));
+/// let named = |name| DeviceKind::named(name).map(DeviceKind::bf16);
+/// assert_eq!([named("cuda:1"), named("cpu"), named("gpu")], [Some(true), Some(false), None]);
 /// ```
-pub fn has_bf16(name: &str) -> bool {
-    matches!(parse(name), Ok(Named::Cuda(_)))
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum DeviceKind {
+    /// The CPU.
+    Cpu,
+    /// An NVIDIA GPU.
+    Cuda,
 }
 
-/// Whether this is the CPU, with or without autodiff.
-pub fn is_cpu(device: &Device) -> bool {
-    device.clone().without_autodiff() == Device::flex()
+impl DeviceKind {
+    /// The kind of a device, with or without autodiff.
+    pub fn of(device: &Device) -> DeviceKind {
+        match device.clone().without_autodiff() == Device::flex() {
+            true => DeviceKind::Cpu,
+            false => DeviceKind::Cuda,
+        }
+    }
+
+    /// The kind of the device named `name`, which need not exist on this machine; `None` if it is not a name of a device.
+    pub fn named(name: &str) -> Option<DeviceKind> {
+        match parse(name).ok()? {
+            Named::Cpu => Some(DeviceKind::Cpu),
+            Named::Cuda(_) => Some(DeviceKind::Cuda),
+        }
+    }
+
+    /// Its name without an index.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            DeviceKind::Cpu => "cpu",
+            DeviceKind::Cuda => "cuda",
+        }
+    }
+
+    /// Whether it runs models in bf16. CPU kernels are f32 only, and a GPU without bf16 does not pass [`preflight`].
+    pub fn bf16(self) -> bool {
+        self == DeviceKind::Cuda
+    }
+
+    /// Whether this build has fused operations for tensors in `dtype`.
+    pub fn fused(self, dtype: DType) -> bool {
+        match (self, dtype) {
+            (DeviceKind::Cpu, DType::F32) => true,
+            (DeviceKind::Cuda, DType::F32 | DType::BF16) => cfg!(feature = "cuda"),
+            _ => false,
+        }
+    }
+
+    /// Whether each half of a layer is best computed as one operation, which can also be recomputed. On the CPU single
+    /// operations are faster, because they work on one sequence at a time.
+    pub fn fuses_halves(self) -> bool {
+        self == DeviceKind::Cuda
+    }
+
+    /// Whether sequences with a common prefix share its computation.
+    pub fn shares_prefixes(self) -> bool {
+        self == DeviceKind::Cpu
+    }
+
+    /// Whether tensors are in the machine's memory, where code can read them without a copy; otherwise the device has its
+    /// own memory.
+    pub fn is_host(self) -> bool {
+        self == DeviceKind::Cpu
+    }
+
+    /// Whether a call only queues an operation. Then one launch for many tensors is much faster than many launches, and
+    /// decoding replays a captured graph.
+    pub fn queues(self) -> bool {
+        self == DeviceKind::Cuda
+    }
+
+    /// Whether this build compiles kernels for it at run time.
+    pub fn compiles(self) -> bool {
+        cfg!(feature = "cuda") && self == DeviceKind::Cuda
+    }
 }
 
 /// Names of the devices that this build and machine offer.

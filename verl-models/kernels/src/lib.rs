@@ -64,7 +64,7 @@ pub use blocks::{
 pub use heads::Heads;
 
 use self::product::Matrix;
-use crate::device::is_cpu;
+use crate::device::DeviceKind;
 
 /// Maximum bytes of logits that GPU kernels have in memory at once, unless a single chunk of tokens takes more.
 pub const LOGIT_BYTES: usize = 768 << 20;
@@ -75,17 +75,13 @@ pub const KEPT_LOGIT_BYTES: usize = 3 << 30;
 /// Whether fused operations exist for tensors of this device and dtype. [`attention`] has further requirements; see
 /// [`attention_is_fused`].
 pub fn are_fused(device: &Device, dtype: DType) -> bool {
-    match dtype {
-        DType::F32 => is_cpu(device) || cfg!(feature = "cuda"),
-        DType::BF16 => cfg!(feature = "cuda") && !is_cpu(device),
-        _ => false,
-    }
+    DeviceKind::of(device).fused(dtype)
 }
 
 /// Whether [`attention`] exists for tensors of this device and dtype and heads of this width.
 pub fn attention_is_fused(device: &Device, dtype: DType, head_dim: usize) -> bool {
     #[cfg(feature = "cuda")]
-    let supported = is_cpu(device) || cuda::attention::supports(head_dim);
+    let supported = DeviceKind::of(device).is_host() || cuda::attention::supports(head_dim);
     #[cfg(not(feature = "cuda"))]
     let supported = head_dim.is_multiple_of(2);
     supported && are_fused(device, dtype)
@@ -150,7 +146,7 @@ pub fn indices(values: Vec<i32>, device: &Device) -> Tensor<1, Int> {
 /// # Shapes
 /// `table`: `[R, D]`; `index`: `[N]`, each below `R`; result: `[N, D]`
 pub fn take_rows(table: Tensor<2>, index: Tensor<1, Int>, ascending: bool) -> Tensor<2> {
-    if !are_fused(&table.device(), table.dtype()) || is_cpu(&table.device()) {
+    if !are_fused(&table.device(), table.dtype()) || DeviceKind::of(&table.device()).is_host() {
         return table.select(0, index);
     }
     Tensor::from_dispatch(<Dispatch as DecoderOps>::take_rows(

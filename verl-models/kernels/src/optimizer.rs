@@ -91,7 +91,7 @@ pub fn adamw_all(updates: Vec<AdamWUpdate>, dtype: DType) -> Vec<AdamWUpdated> {
     #[cfg(feature = "cuda")]
     if dtype == DType::BF16
         && let Some(first) = updates.first()
-        && !crate::device::is_cpu(&first.gradient.device())
+        && crate::device::DeviceKind::of(&first.gradient.device()).queues()
     {
         use crate::cuda::{tensor, update};
         let updates = updates.into_iter().map(|own| update::Update {
@@ -131,7 +131,7 @@ pub fn adamw_all(updates: Vec<AdamWUpdate>, dtype: DType) -> Vec<AdamWUpdated> {
 /// Sum of squares of each of one or more f32 tensors: `[tensors]`.
 pub fn sums_of_squares(tensors: Vec<Tensor<1>>) -> Tensor<1> {
     #[cfg(feature = "cuda")]
-    if !crate::device::is_cpu(&tensors[0].device()) {
+    if crate::device::DeviceKind::of(&tensors[0].device()).queues() {
         use crate::cuda::{tensor, update};
         let tensors = tensors.into_iter().map(tensor::primitive).collect();
         return tensor::wrapped(update::sums_of_squares(tensors));

@@ -2,9 +2,9 @@
 //! with equal prompts share the prompt's keys and values.
 
 use burn::module::Module;
-use burn::tensor::Device;
 use rayon::prelude::*;
 use verl_decoder::decoder::Decoder;
+use verl_kernels::device::DeviceKind;
 
 use super::engine::{
     FinishReason, RolloutEngine, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
@@ -60,11 +60,9 @@ impl Arithmetic {
     /// Loops for a model on the CPU, tensors for any other.
     #[must_use]
     pub fn of(model: &Decoder) -> Self {
-        let device = model.head().device().without_autodiff();
-        if device == Device::flex() {
-            Arithmetic::Host
-        } else {
-            Arithmetic::Tensors
+        match DeviceKind::of(&model.head().device()).is_host() {
+            true => Arithmetic::Host,
+            false => Arithmetic::Tensors,
         }
     }
 }

@@ -4,7 +4,7 @@ use burn::tensor::{DType, Device, Distribution, Int, Tensor};
 use serde::Serialize;
 use verl_decoder::blocks::rope::Rope;
 use verl_decoder::decoder::DecoderConfig;
-use verl_kernels::device::is_cpu;
+use verl_kernels::device::DeviceKind;
 use verl_kernels::scoring::{Extras, linear_log_probs};
 use verl_kernels::{
     self as kernels, AttentionParameters, AttentionShape, HalfSettings, Sequences, attention_block,
@@ -168,7 +168,11 @@ impl Bench<'_> {
         compiled::begin();
         call();
         compiled::tally();
-        let calls = if is_cpu(&self.device) { 1 } else { 20 };
+        let calls = if DeviceKind::of(&self.device).queues() {
+            20
+        } else {
+            1
+        };
         let mut times = repeat(&self.device, 2, self.work.runs, || {
             (0..calls).for_each(|_| call());
             Ok::<(), BenchError>(())

@@ -3,7 +3,7 @@
 use serde::Serialize;
 use verl_decoder::decoder::{Decoder, DecoderConfig};
 use verl_kernels::compiled;
-use verl_kernels::device::is_cpu;
+use verl_kernels::device::DeviceKind;
 use verl_kernels::random::{DrawKey, Purpose};
 
 use super::shape::multiplied;
@@ -167,7 +167,7 @@ pub(super) fn activations_fit(
     let (device, dtype) = (decoder.head().device(), decoder.head().dtype());
     let usage = Usage {
         dtype,
-        device: if is_cpu(&device) { "cpu" } else { "cuda" },
+        device: DeviceKind::of(&device).as_str(),
         scores_tokens: true,
         recompute,
     };

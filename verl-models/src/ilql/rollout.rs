@@ -2,9 +2,10 @@
 //! [`rollout::eager`](verl_rollout::eager). Each request is decoded separately, several of them in parallel.
 
 use burn::module::Module;
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor, TensorData};
 use rayon::prelude::*;
 use verl_decoder::blocks::linear::linear;
+use verl_kernels::device::DeviceKind;
 use verl_rollout::eager::read;
 use verl_rollout::engine::{
     FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings, check_requests,
@@ -30,7 +31,7 @@ pub(super) fn generate(
     StopRules::new(settings)?;
     check_requests(requests, model.vocab_size(), model.max_tokens())?;
     let model = model.valid();
-    let on_cpu = model.head().device() == Device::flex();
+    let on_cpu = DeviceKind::of(&model.head().device()).is_host();
     for start in (0..requests.len()).step_by(WAVE) {
         let wave = start..requests.len().min(start + WAVE);
         // Modules are `Send` but not `Sync`.

@@ -2,7 +2,7 @@
 
 use burn::tensor::Device;
 
-use super::{Named, is_cpu};
+use super::{DeviceKind, Named};
 
 /// Bytes of memory of the device named `name`; `None` if it does not exist here or does not report them. For the CPU,
 /// the machine's memory.
@@ -19,7 +19,7 @@ pub fn memory(name: &str) -> Option<u64> {
 
 /// [`memory`] of `device`.
 pub fn memory_of(device: &Device) -> Option<u64> {
-    if is_cpu(device) {
+    if DeviceKind::of(device).is_host() {
         return machine();
     }
     #[cfg(feature = "cuda")]

@@ -11,7 +11,7 @@ use burn::backend::{Autodiff, Dispatch, Flex, backend_extension};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use rayon::prelude::*;
 
-use crate::device::is_cpu;
+use crate::device::DeviceKind;
 use crate::vector::exponentials;
 use crate::{Products, linear_or_composed};
 
@@ -97,7 +97,7 @@ pub fn top_log_probs(
 pub fn log_sums(below: Tensor<2>) -> Tensor<2> {
     let device = below.device();
     let [n, v] = below.dims();
-    if !is_cpu(&device) || below.dtype() != DType::F32 {
+    if !DeviceKind::of(&device).is_host() || below.dtype() != DType::F32 {
         return below.exp().sum_dim(1).log();
     }
     let data = below.into_data();
