@@ -56,7 +56,7 @@ pub mod config {
     pub use verl_plan::read::{parse_pipeline, read_pipeline};
 }
 
-/// Running a pipeline: [`Run`](runner::Run) executes the steps, [`Trainer`](trainer::Trainer) a complete run.
+/// Running a pipeline: [`Run`](run::runner::Run) executes the steps, [`Trainer`](run::trainer::Trainer) a complete run.
 pub mod run {
     pub use verl_run::*;
     pub use verl_train::{columns, console, folder, folder_lock, timeline, trainer, warnings};

@@ -207,7 +207,7 @@ impl<S: Slot> JsonSchema for Part<S> {
         S::NAME.into()
     }
 
-    /// A reference to the kinds of the slot, which [`pipeline_schema`](verl_pipe::schema::pipeline_schema) fills in.
+    /// A reference to the kinds of the slot, which `pipeline_schema` fills in.
     fn json_schema(generator: &mut SchemaGenerator) -> Schema {
         let kinds = generator.definitions_mut().entry(S::NAME);
         kinds.or_insert(Value::Bool(false));

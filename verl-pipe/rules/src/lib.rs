@@ -17,8 +17,8 @@
 //! severity = "off"
 //! ```
 //!
-//! A custom rule implements [`Rule`] and is added to the pipeline ([`DataPipe::rule`](verl_declare::pipe::DataPipe::rule)), or
-//! to the registry ([`Registry::rule`](verl_declare::registry::Registry::rule)) for every pipeline that is read with it. It is
+//! A custom rule implements [`Rule`] and is added to the pipeline (`DataPipe::rule`), or
+//! to the registry (`Registry::rule`) for every pipeline that is read with it. It is
 //! tuned and turned off like the built-in ones.
 
 #![cfg_attr(

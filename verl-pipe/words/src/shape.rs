@@ -2,7 +2,7 @@
 //!
 //! A shape is a list of dims. The first dim of every field on an edge counts rows. A dim that ends in `~` is
 //! ragged: its length differs from row to row and nothing is padded. Symbols unify over the whole graph
-//! (see [`verl_plan`]); numbers are fixed sizes.
+//! (see `verl_plan`); numbers are fixed sizes.
 
 use std::borrow::Cow;
 use std::fmt;
