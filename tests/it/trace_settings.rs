@@ -134,7 +134,7 @@ fn each_invalid_setting_is_reported() {
         (
             "rules.blind_critic.severity = \"stop\"",
             "warning[C008]",
-            "no stage declares that it records a metric `explained_variance`",
+            "no stage declares that it records an explained variance of returns",
         ),
         (
             "[trace.rules.kl_blow_up]\nlimit = 2\n[trace.rules.kl_blow_up]\nlimit = 3",

@@ -8,7 +8,7 @@ use verl_declare::registry::Registry;
 use verl_words::diagnostic::Diagnostic;
 
 use crate::build::prepare;
-use crate::checks::batch_sizes;
+use crate::checks::{batch_sizes, settings};
 
 /// Reads a pipeline file and applies overrides (`key=value`).
 ///
@@ -39,7 +39,9 @@ pub fn parse_pipeline<S: AsRef<str>>(
 fn complete(error: ReadError) -> Vec<Diagnostic> {
     let ReadError { mut findings, pipe } = error;
     if let Some(pipe) = pipe {
-        findings.extend(prepare(&pipe).violations.iter().map(batch_sizes::finding));
+        let prepared = prepare(&pipe);
+        findings.extend(prepared.violations.iter().map(batch_sizes::finding));
+        findings.extend(prepared.stages.iter().flat_map(settings::errors));
     }
     findings
 }

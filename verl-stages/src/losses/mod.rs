@@ -10,7 +10,7 @@
 //! | `kto` | answers that are good or bad, with a reference | [`kto`] |
 //!
 //! A policy loss is a [`PolicyLoss`], which is trained with as a [`PolicyObjective`]; any other loss is a
-//! `PartConfig` that builds a [`Loss`].
+//! [`PartConfig`](verl_declare::part::PartConfig) that builds a [`Loss`].
 
 pub mod clip_bounds;
 pub mod cpo;

@@ -38,7 +38,7 @@ type BuildModel = dyn Fn(&Device, u64, Option<OptimizerConfig>) -> Result<BuiltM
     + Sync;
 
 /// A custom model, created by [`policy_model`] or [`value_model`] and passed to
-/// `DataPipe::model_object`.
+/// [`DataPipe::model_object`](verl_declare::pipe::DataPipe::model_object).
 pub struct CustomModel {
     make: Box<BuildModel>,
     role: &'static str,

@@ -253,10 +253,16 @@ fn fault(mut path: Vec<String>, message: &str, value: &Value) -> Fault {
     }
     if message.starts_with("unknown variant `") {
         let given = names.next().unwrap_or_default();
-        let found = value.pointer(&format!("/{}", path.join("/")));
-        let is_value = found.and_then(Value::as_str) == Some(&given);
-        if path.last() == Some(&given) && !is_value {
-            // A key of a table whose keys are words of a list.
+        let at = |path: &[String]| {
+            value.pointer(&path.iter().map(|key| format!("/{key}")).collect::<String>())
+        };
+        let is_value = at(&path).and_then(Value::as_str) == Some(&given);
+        let is_key = at(&path).and_then(|table| table.get(&given)).is_some();
+        // A key of a table whose keys are words of a list; the path may end at the table or at the key.
+        if is_key || path.last() == Some(&given) && !is_value {
+            if is_key {
+                path.push(given);
+            }
             return Fault::Unknown {
                 path,
                 known: names.collect(),

@@ -4,7 +4,7 @@ use verl_declare::pipe::StageDecl;
 use verl_words::diagnostic::Diagnostic;
 use verl_words::stage::ConfigError;
 
-use crate::build::Draft;
+use crate::build::{Draft, DraftStage};
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     let deadline = draft.pipe.run.stage_deadline_s;
@@ -27,16 +27,18 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         findings.push(setting_error("[run]", &error));
     }
     for stage in draft.stages {
+        findings.extend(errors(stage));
         let place = stage_place(stage.decl);
-        findings.extend(
-            stage
-                .errors
-                .iter()
-                .map(|error| setting_error(&place, error)),
-        );
         let warnings = stage.spec.iter().flat_map(|spec| &spec.warnings);
         findings.extend(warnings.map(|warning| setting_warning(&place, warning)));
     }
+}
+
+/// The findings about invalid settings of a stage.
+pub(crate) fn errors(stage: &DraftStage<'_>) -> Vec<Diagnostic> {
+    let place = stage_place(stage.decl);
+    let errors = stage.errors.iter();
+    errors.map(|error| setting_error(&place, error)).collect()
 }
 
 /// The stage as the place of a finding about its settings.
