@@ -142,7 +142,7 @@ pub trait Plannable {
     /// use verl_pipe::plan::{Plannable, look::Look};
     ///
     /// let checked = DataPipe::new("empty").check(&Look::default());
-    /// assert!(checked.plan.unwrap().stages.is_empty());
+    /// assert!(checked.plan.unwrap().stages().is_empty());
     /// assert!(checked.rows.is_empty());
     /// ```
     fn check(&self, look: &Look) -> Checked;

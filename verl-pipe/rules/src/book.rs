@@ -17,7 +17,7 @@ pub const QUIET_STEPS: u64 = 16;
 pub struct Fired {
     /// Name of the rule.
     pub rule: String,
-    /// RuleSeverity of the rule.
+    /// Severity of the rule.
     pub severity: RuleSeverity,
     /// Number of reports; matches that are at most [`QUIET_STEPS`] steps apart are one.
     pub events: u64,

@@ -260,7 +260,7 @@ pub struct Anomaly {
     pub format: u32,
     /// Name of the rule.
     pub rule: String,
-    /// RuleSeverity of the rule.
+    /// Severity of the rule.
     pub severity: RuleSeverity,
     /// Step of the run.
     pub step: u64,
