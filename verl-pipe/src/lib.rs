@@ -43,12 +43,9 @@ pub mod cli;
 pub mod schema;
 
 pub use verl_declare::{chain, chainable, part, pipe, registry, sizes};
-pub use verl_plan::{self as plan, schedule};
-pub use verl_trace as trace;
+pub use verl_plan::schedule;
 pub use verl_view as view;
-pub use verl_words::{
-    batch, conformance, data, diagnostic, field, keys, panics, resource, shape, stage,
-};
+pub use verl_words::{batch, conformance, data, diagnostic, field, keys, resource, shape, stage};
 
 /// Pipeline files: read and written.
 pub mod config {
@@ -56,8 +53,19 @@ pub mod config {
     pub use verl_plan::read::{parse_pipeline, read_pipeline};
 }
 
+/// Checked pipelines: [`Plannable::plan`](plan::Plannable::plan) makes a [`Plan`](plan::Plan).
+pub mod plan {
+    pub use verl_plan::{Edge, Plan, Plannable, PlannedModel, PlannedStage, Table};
+    pub use verl_plan::{graph, look, memory};
+}
+
 /// Running a pipeline: [`Run`](run::runner::Run) executes the steps, [`Trainer`](run::trainer::Trainer) a complete run.
 pub mod run {
-    pub use verl_run::*;
-    pub use verl_train::{columns, console, folder, folder_lock, timeline, trainer, warnings};
+    pub use verl_run::{error, guard, interrupt, metrics, records, runner, space, stall, state};
+    pub use verl_train::{columns, console, folder, timeline, trainer, warnings};
+}
+
+/// The trace of a run: what is recorded, its files, replay and comparison.
+pub mod trace {
+    pub use verl_trace::{compare, config, files, format, record, replay, rules, show, stats, tap};
 }

@@ -37,11 +37,17 @@ pub fn parse_pipeline<S: AsRef<str>>(
 
 /// Adds what can be checked although the pipeline is incomplete.
 fn complete(error: ReadError) -> Vec<Diagnostic> {
-    let ReadError { mut findings, pipe } = error;
+    let ReadError {
+        mut findings,
+        pipe,
+        sound_stages,
+    } = error;
     if let Some(pipe) = pipe {
         let prepared = prepare(&pipe);
         findings.extend(prepared.violations.iter().map(batch_sizes::finding));
-        findings.extend(prepared.stages.iter().flat_map(settings::errors));
+        let stages = prepared.stages.iter();
+        let sound = stages.filter(|stage| sound_stages.contains(&stage.decl.name));
+        findings.extend(sound.flat_map(settings::errors));
     }
     findings
 }

@@ -31,6 +31,7 @@ mod source;
 mod synonyms;
 mod write;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use verl_words::diagnostic::Diagnostic;
@@ -57,6 +58,8 @@ pub struct ReadError {
     pub findings: Vec<Diagnostic>,
     /// The pipeline without what is wrong; `None` if the file is not valid TOML.
     pub pipe: Option<Box<DataPipe>>,
+    /// Names of the stages that have no error and refer to nothing that has one.
+    pub sound_stages: BTreeSet<String>,
 }
 
 impl From<Vec<Diagnostic>> for ReadError {
@@ -64,6 +67,7 @@ impl From<Vec<Diagnostic>> for ReadError {
         ReadError {
             findings,
             pipe: None,
+            sound_stages: BTreeSet::new(),
         }
     }
 }
@@ -156,9 +160,10 @@ fn parse_in<S: AsRef<str>>(
         source,
         registry,
         findings,
+        sound_stages: BTreeSet::new(),
     };
     let pipe = registry.reading(|| reader.pipeline(document));
-    let mut findings = reader.findings;
+    let (mut findings, sound_stages) = (reader.findings, reader.sound_stages);
     if findings.is_empty() && pipe.stages.is_empty() {
         findings.push(
             Diagnostic::error("C004", "the pipeline has no stages")
@@ -173,5 +178,6 @@ fn parse_in<S: AsRef<str>>(
     Err(ReadError {
         findings,
         pipe: Some(Box::new(pipe)),
+        sound_stages,
     })
 }

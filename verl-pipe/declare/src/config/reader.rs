@@ -1,5 +1,7 @@
 //! The sections of a pipeline file.
 
+use std::collections::BTreeSet;
+
 use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -17,6 +19,8 @@ pub(super) struct Reader<'a> {
     pub source: Source<'a>,
     pub registry: &'a Registry,
     pub findings: Vec<Diagnostic>,
+    /// Names of the stages that were read without an error.
+    pub sound_stages: BTreeSet<String>,
 }
 
 impl Reader<'_> {
@@ -60,7 +64,12 @@ impl Reader<'_> {
         pipe.trace = self.section("trace", document.remove("trace"));
         pipe.data = self.entries("data", document.remove("data"), Self::data);
         pipe.models = self.entries("models", document.remove("models"), Self::model);
+        let names_are_known = self.findings.is_empty();
         pipe.stages = self.stages(document.remove("stages"));
+        if !names_are_known {
+            // A stage may refer to what could not be read.
+            self.sound_stages.clear();
+        }
         pipe.rules = self.registry.rules().to_vec();
         pipe
     }
@@ -162,7 +171,14 @@ impl Reader<'_> {
             Some(Value::Array(list)) => list
                 .into_iter()
                 .enumerate()
-                .filter_map(|(index, value)| self.stage(index, value))
+                .filter_map(|(index, value)| {
+                    let before = self.findings.len();
+                    let stage = self.stage(index, value)?;
+                    if self.findings.len() == before {
+                        self.sound_stages.insert(stage.name.clone());
+                    }
+                    Some(stage)
+                })
                 .collect(),
             Some(_) => {
                 self.invalid(
