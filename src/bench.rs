@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::time::Instant;
 
-use burn::tensor::{DType, Device};
+use burn::tensor::DType;
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::{Value, json};
 use verl::models::agreement::{self, Distance, Measure, Subject, subjects, wide};
@@ -16,7 +16,7 @@ use verl::models::bench::{
 };
 use verl::models::compiled;
 use verl::models::decoder::Decoder;
-use verl::models::device::{Preflight, device, preflight};
+use verl::models::device::{DeviceKind, Preflight, device, preflight};
 use verl::models::registers;
 use verl::pipe::cli::json_error::{BENCH, JsonError};
 
@@ -224,7 +224,7 @@ fn check(args: &CheckArgs) -> Result<Answer, Failure> {
     let device = device(&args.common.device)?;
     let subjects = if args.model.is_empty() {
         let mut subjects = subjects();
-        if device != Device::flex() {
+        if !DeviceKind::of(&device).is_host() {
             subjects.push(wide());
         }
         subjects
@@ -372,8 +372,8 @@ impl ModelArgs {
         let device = device(&self.common.device)?;
         let dtype = match self.dtype {
             Some(dtype) => dtype.into(),
-            None if device == Device::flex() => DType::F32,
-            None => DType::BF16,
+            None if DeviceKind::of(&device).bf16() => DType::BF16,
+            None => DType::F32,
         };
         let decoder = match preset(&self.model) {
             Some(config) => random_decoder(config, &device, dtype),

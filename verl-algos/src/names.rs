@@ -1,8 +1,8 @@
 //! Enums whose variants have names: the words that settings of pipelines and other trainers use.
 
-/// An enum whose variants have names, and what messages call it.
+/// An enum whose variants have names; the text after the type's name is what messages call it.
 ///
-/// It is (de)serialised and parsed by name; variants are ordered as declared.
+/// Values are serialised, deserialised and parsed by name; variants are ordered as declared.
 macro_rules! names {
     (
         $(#[$about:meta])*

@@ -169,7 +169,7 @@ mod tests {
         preset("qwen2.5-0.5b").unwrap()
     }
 
-    /// The largest sizes that [`decoder_config`] accepts.
+    /// The largest sizes that [`decoder_config`] accepts: the limits in `families.rs` of `verl-decoder`.
     fn largest() -> DecoderConfig {
         let file = serde_json::json!({
             "model_type": "llama", "num_hidden_layers": 1 << 12, "hidden_size": 1 << 20,

@@ -42,7 +42,7 @@ impl Default for TrlSamplerRatio {
 }
 
 names! {
-    /// TRL's name of a treatment of ratios: what has one, and what happens to those outside the bounds.
+    /// TRL's name for how ratios are treated: whether tokens or responses have one, and what happens outside the bounds.
     #[derive(Default)]
     SamplerRatioMode, "sampler ratio" {
         /// One ratio for all tokens of a response, 0 outside the bounds.

@@ -9,7 +9,9 @@ use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use verl_kernels::device::DeviceKind;
 use verl_kernels::prefixes::Distinct;
-use verl_kernels::{indices, random};
+use verl_kernels::{
+    self as kernels, AttentionParameters, HalfSettings, Sequences, indices, random,
+};
 
 use crate::blocks::attention::{Attention, Heads, Rows, causal_mask};
 use crate::blocks::linear::{Embedding, Linear};
@@ -18,8 +20,6 @@ use crate::blocks::norm::RmsNorm;
 use crate::blocks::rope::{Rope, RopeConfig, Rotation};
 use crate::error::ModelError;
 use crate::hf::{self, LoadError, LoadReport};
-use verl_kernels::{self as kernels, AttentionParameters, HalfSettings, Sequences};
-
 use crate::padded::padded_hidden;
 use crate::parameters::fill_parameters;
 
@@ -180,11 +180,11 @@ impl Backbone {
     ///
     /// [segments]: verl_kernels::prefixes::Segment
     fn shares_prefixes(&self) -> bool {
-        let kernels = |device: &Device, dtype, head_dim| {
+        let shares = |device: &Device, dtype, head_dim| {
             DeviceKind::of(device).shares_prefixes()
                 && kernels::attention_is_fused(device, dtype, head_dim)
         };
-        self.has(kernels)
+        self.has(shares)
     }
 
     /// Whether there are kernels for the device and dtype of the weights and the width of the heads.

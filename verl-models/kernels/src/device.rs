@@ -38,6 +38,7 @@ pub fn device(name: &str) -> Result<Device, DeviceError> {
 /// assert_eq!([named("cuda:1"), named("cpu"), named("gpu")], [Some(true), Some(false), None]);
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum DeviceKind {
     /// The CPU.
     Cpu,
@@ -76,7 +77,7 @@ impl DeviceKind {
     }
 
     /// Whether this build has fused operations for tensors in `dtype`.
-    pub fn fused(self, dtype: DType) -> bool {
+    pub(crate) fn fused(self, dtype: DType) -> bool {
         match (self, dtype) {
             (DeviceKind::Cpu, DType::F32) => true,
             (DeviceKind::Cuda, DType::F32 | DType::BF16) => cfg!(feature = "cuda"),
@@ -84,8 +85,8 @@ impl DeviceKind {
         }
     }
 
-    /// Whether each half of a layer is best computed as one operation, which can also be recomputed. On the CPU single
-    /// operations are faster, because they work on one sequence at a time.
+    /// Whether each half of a layer is best computed as one operation, whose inner values can also be recomputed. On the
+    /// CPU single operations are faster, because they work on one sequence at a time.
     pub fn fuses_halves(self) -> bool {
         self == DeviceKind::Cuda
     }
@@ -101,8 +102,7 @@ impl DeviceKind {
         self == DeviceKind::Cpu
     }
 
-    /// Whether a call only queues an operation. Then one launch for many tensors is much faster than many launches, and
-    /// decoding replays a captured graph.
+    /// Whether a call only queues an operation. Then one launch for many tensors is much faster than many launches.
     pub fn queues(self) -> bool {
         self == DeviceKind::Cuda
     }

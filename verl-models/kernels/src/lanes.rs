@@ -11,8 +11,8 @@ use crate::vector::LANES;
 /// Numbers that are processed in parallel.
 pub type Row = [f32; LANES];
 
-/// [`LANES`] numbers in registers.
-pub trait Lanes: Copy {
+/// [`LANES`] numbers in registers. Only this crate implements it, because [`Lanes::store`] relies on what `write` writes.
+pub trait Lanes: Copy + sealed::Sealed {
     /// Whether all numbers fit in one register, of which there are 32; otherwise they take two of 16.
     const ARE_WIDE: bool;
     /// The same number in every lane.
@@ -40,6 +40,13 @@ pub trait Lanes: Copy {
         std::array::from_fn(|column| std::array::from_fn(|row| rows[row][column]))
     }
 }
+
+mod sealed {
+    /// Kinds of registers of this crate.
+    pub trait Sealed {}
+}
+
+impl sealed::Sealed for Plain {}
 
 /// Rows and columns that [`Lanes::transpose`] transposes at a time.
 pub const TRANSPOSE_SIZE: usize = 8;
@@ -165,6 +172,9 @@ mod x86 {
     /// One register of sixteen numbers. Only [`with_avx512`] names it.
     #[derive(Clone, Copy)]
     struct Avx512(__m512);
+
+    impl super::sealed::Sealed for Avx512 {}
+    impl super::sealed::Sealed for Avx2 {}
 
     impl Lanes for Avx512 {
         const ARE_WIDE: bool = true;

@@ -3,8 +3,8 @@
 //!
 //! This crate knows no model: it gets tensors and sizes.
 //!
-//! [`are_fused`] says whether a device has them for a dtype; where it does not, the blocks compose the same result
-//! from plain operations. The CPU has them in f32, an NVIDIA GPU in f32 and bf16.
+//! [`are_fused`] says whether a device has fused operations for a dtype. Where it does not, the blocks of `verl-decoder`
+//! compose the same result from plain operations. The CPU has them in f32, an NVIDIA GPU in f32 and bf16.
 
 #![cfg_attr(
     test,

@@ -68,7 +68,9 @@ fn shape(config: &DecoderConfig) -> Shape {
 /// The weights of a decoder for rows with buffers of these sizes.
 fn weights(model: &Decoder, sizes: &Sizes) -> Weights {
     let embedding = embedding(model);
-    let rotation = (model.rope).leading(sizes.positions(), &embedding.device(), DType::F32);
+    let rotation = model
+        .rope
+        .leading(sizes.positions(), &embedding.device(), DType::F32);
     Weights {
         layers: model.model.layers.iter().map(layer_weights).collect(),
         norm: gain(&model.model.norm),

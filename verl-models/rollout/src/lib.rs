@@ -1,6 +1,6 @@
-//! Rollout engines: prompts in, sampled responses out. And the interface of models, which they sample.
+//! Rollout engines (prompts in, sampled responses out), and the interface of the models that they sample.
 //!
-//! This crate knows neither files nor training.
+//! This crate knows neither file formats nor optimisers.
 //!
 //! | Engine | Models | How |
 //! |---|---|---|

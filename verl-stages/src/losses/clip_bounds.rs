@@ -1,8 +1,9 @@
-//! The order of the bounds of a clip.
+//! The bounds of a clip, and the check of their order.
 
 use verl_words::stage::ConfigError;
 
-/// The bounds of a policy loss that clips a ratio to `1 − low` to `1 + high`, or another distance to `−low` to `high`.
+/// The bounds of a policy loss that clips a ratio to the range from `1 − low` to `1 + high`, or another distance to the
+/// range from `−low` to `high`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ClipBounds {
     /// Setting `clip_low`.

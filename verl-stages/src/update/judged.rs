@@ -49,13 +49,13 @@ pub(super) fn desirable(input: &Batch, loss: &Loss) -> Result<Vec<bool>, StageEr
     Ok(labels)
 }
 
-/// What z₀ of KTO compares: [`kl_baseline`] of answers to other prompts, scored without gradients by the current policy
-/// and by the reference.
+/// The models that z₀ of KTO compares ([`kl_baseline`]): both score answers to other prompts, without gradients.
 pub(super) struct Baseline<'a> {
     /// Name of the policy.
     pub policy: &'a str,
     /// Name of the reference.
     pub reference: &'a str,
+    /// Divides the logits of both.
     pub temperature: f64,
 }
 

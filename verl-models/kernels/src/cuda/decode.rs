@@ -8,7 +8,7 @@
 //! For up to 128 rows of a small decoder in bf16 on Hopper, one kernel computes all layers of a step
 //! (`decode/layers.rs`); otherwise each layer has its own kernels (`decode/step.rs`).
 //!
-//! Dims: `R` rows, `H`/`K` query/key heads, `Dh` head width, `I` width inside the MLP, `V` vocabulary.
+//! Dims: `R` rows, `D` width, `H`/`K` query/key heads, `Dh` head width, `I` width inside the MLP, `V` vocabulary.
 
 mod book;
 mod drawing;
@@ -32,7 +32,7 @@ use self::layers::LayersKernel;
 pub use self::book::{Response, RowStates, Start, state};
 pub use self::drawing::Drawing;
 
-/// The sizes of a decoder, and what it has besides its weights.
+/// The sizes of a decoder, and the ε of its norms.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
     /// Width of the residual stream.
@@ -219,6 +219,11 @@ impl DeviceDecoder {
         let dtype = embedding.dtype();
         let blocks = blocks_of(sizes.tokens);
         let [cos, sin] = weights.rotation.map(primitive);
+        let positions = cos.shape()[0].min(sin.shape()[0]);
+        assert!(
+            positions >= sizes.positions(),
+            "rotations for {positions} positions are too few"
+        );
         let cache = || {
             let heads = shape.heads;
             let cached = [sizes.blocks, heads.key_value, BLOCK, heads.dim];

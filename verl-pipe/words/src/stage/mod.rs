@@ -25,10 +25,10 @@ use crate::batch::Batch;
 use crate::resource::{ResourceError, Snapshot, StoredState, WeightsVersion};
 
 pub use batch_plan::BatchPlan;
-pub use config::DeviceSupport;
-pub use config::ModelFactory;
-pub use config::config_json;
-pub use config::{BuildContext, ConfigError, DataConfig, ModelConfig, StageConfig, Training};
+pub use config::{
+    BuildContext, ConfigError, DataConfig, DeviceSupport, ModelConfig, ModelFactory, StageConfig,
+    Training, config_json,
+};
 pub use context::{
     CancelToken, Models, StageContext, StageError, StageSink, StartContext, find_model,
 };

@@ -147,6 +147,13 @@ impl DeviceDecoder {
         };
         let mut streams = integers_of(&read(client, &[&book.streams])?.concat());
         for start in starts {
+            let fits = start.limit <= self.sizes.new_tokens
+                && start.position + start.limit <= self.sizes.tokens;
+            assert!(
+                fits,
+                "the response of row {} is longer than its buffers",
+                start.row
+            );
             token[start.row] = start.token as i32;
             positions[start.row] = start.position as i32;
             lengths[start.row] = 0;

@@ -1,5 +1,5 @@
 //! How products are divided: every choice that was made by measuring, in one place, except for the kernel of all layers
-//! (`kernels/layer_units.rs`).
+//! (`layer_units.rs`).
 //!
 //! `scripts/kernels/decode.py step` times a complete step with these and with other divisions.
 
