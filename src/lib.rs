@@ -1,6 +1,6 @@
 //! verl: a typed dataflow engine for reinforcement-learning post-training of language models.
 //!
-//! This crate is the façade: it re-exports the four crates, provides a [`prelude`], and fills the registry of
+//! This crate is the façade: it re-exports the crates that it is built on, provides a [`prelude`], and fills the registry of
 //! built-ins ([`registry`]) that the executable `pipe` uses.
 //!
 //! A pipeline is declared, then checked as a whole; only what passed can be placed and run:

@@ -1,4 +1,4 @@
-//! The table of crates in ARCHITECTURE.md is that of the manifests.
+//! The table of crates in ARCHITECTURE.md agrees with the manifests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -7,7 +7,7 @@ use toml::Table;
 
 use crate::kit::root;
 
-/// By crate, those in its manifest that no other one of them uses already.
+/// For each crate, the crates in its manifest, without those that another crate in its manifest is built on.
 fn built_on() -> BTreeMap<String, BTreeSet<String>> {
     let read = |folder: &str| {
         let path = root().join(folder).join("Cargo.toml");

@@ -49,7 +49,7 @@ pub use verl_words::{batch, conformance, data, diagnostic, field, keys, resource
 
 /// Pipeline files: read and written.
 pub mod config {
-    pub use verl_declare::config::{ReadError, Synonym, to_toml};
+    pub use verl_declare::config::{Synonym, to_toml};
     pub use verl_plan::read::{parse_pipeline, read_pipeline};
 }
 

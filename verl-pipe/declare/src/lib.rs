@@ -1,6 +1,6 @@
 //! Declared pipelines: the builder, the operator form, pipeline files, and the registry of kinds.
 //!
-//! A declaration is only recorded here. Nothing knows how it is checked, placed or run. The crate `verl-pipe` re-exports
+//! This crate only records declarations. It does not know how they are checked, placed or run. The crate `verl-pipe` re-exports
 //! these modules under the same names.
 
 pub mod chain;

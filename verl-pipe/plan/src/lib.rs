@@ -181,7 +181,7 @@ pub struct PlannedModel {
     pub training: Option<String>,
 }
 
-/// A checked pipeline: stages in the order of execution, every key resolved to its writer. Nothing outside this module can
+/// A checked pipeline: stages in the order of execution, every key resolved to its writer. Nothing outside this crate can
 /// make or change one.
 #[derive(Clone)]
 pub struct Plan {

@@ -13,7 +13,7 @@ use crate::checks::{batch_sizes, settings};
 /// Reads a pipeline file and applies overrides (`key=value`).
 ///
 /// # Errors
-/// All errors in the file and the overrides, and sizes that do not fit.
+/// All errors in the file and the overrides; if there are any, also sizes that do not fit and errors in stages.
 pub fn read_pipeline<S: AsRef<str>>(
     path: &Path,
     overrides: &[S],
@@ -35,7 +35,7 @@ pub fn parse_pipeline<S: AsRef<str>>(
     config::parse(text, origin, overrides, registry).map_err(complete)
 }
 
-/// Adds what can be checked although the pipeline is incomplete.
+/// Adds errors in sizes and stages, which can be found although the pipeline is incomplete.
 fn complete(error: ReadError) -> Vec<Diagnostic> {
     let ReadError {
         mut findings,

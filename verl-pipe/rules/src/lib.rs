@@ -17,9 +17,8 @@
 //! severity = "off"
 //! ```
 //!
-//! A custom rule implements [`Rule`] and is added to the pipeline (`DataPipe::rule`), or
-//! to the registry (`Registry::rule`) for every pipeline that is read with it. It is
-//! tuned and turned off like the built-in ones.
+//! A custom rule implements [`Rule`] and is added to the pipeline (`DataPipe::rule`), or to the registry
+//! (`Registry::rule`) for every pipeline that is read with it. It is tuned and turned off like the built-in ones.
 
 #![cfg_attr(
     test,
@@ -53,8 +52,7 @@ use verl_words::stage::{MetricRole, MetricRoles};
 use crate::format::Side;
 use crate::stats::StatRow;
 
-pub use book::RuleBook;
-pub use book::{Fired, QUIET_STEPS};
+pub use book::{Fired, QUIET_STEPS, RuleBook};
 pub use built_in::{BuiltIn, LimitUnit, RULES, RuleInputs};
 
 /// Number of first steps of a run whose metrics are kept for rules.

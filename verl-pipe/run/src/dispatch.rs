@@ -1,4 +1,4 @@
-//! The [`tracing`] subscriber of a thread, passed on to the threads that work for it.
+//! The [`tracing`] subscriber of a thread, for the threads that work for this thread.
 
 use tracing::dispatcher::{DefaultGuard, Dispatch, set_default};
 use tracing::subscriber::NoSubscriber;

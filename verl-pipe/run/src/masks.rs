@@ -11,7 +11,7 @@ use crate::table::{AncestorRows, Ancestors, up};
 
 impl StepState {
     /// Mask kinds of row `row` in the batch that `stage` emits; the row is at `position` of the stage's table.
-    pub fn mask_kinds(
+    pub(super) fn mask_kinds(
         &self,
         stage: usize,
         batch: &Batch,

@@ -38,7 +38,7 @@ pub struct StepMetrics {
 }
 
 /// The roles of the metrics that the stages of a plan declare, and of the engine's own metrics.
-pub fn metric_roles(plan: &Plan) -> MetricRoles {
+pub(crate) fn metric_roles(plan: &Plan) -> MetricRoles {
     let roles = plan.stages().iter().flat_map(|stage| {
         let own = stage.spec().metrics.iter();
         let own = own.filter_map(|metric| Some((metric.name.to_owned(), metric.role?)));

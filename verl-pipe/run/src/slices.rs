@@ -85,7 +85,7 @@ impl StepState {
         }
     }
 
-    pub fn wake_readers(&mut self, writer: usize, runs: &[Range<usize>]) {
+    pub(super) fn wake_readers(&mut self, writer: usize, runs: &[Range<usize>]) {
         let schedule = self.schedule.clone();
         for reader in &schedule.wiring().stages[writer].readers {
             let wires = &schedule.wiring().stages[*reader];
@@ -137,7 +137,7 @@ impl StepState {
     }
 
     /// The first source and row that the slice is missing, if any.
-    pub fn first_missing(&self, stage: usize, slice: usize) -> Option<(usize, usize)> {
+    pub(super) fn first_missing(&self, stage: usize, slice: usize) -> Option<(usize, usize)> {
         let sources = &self.schedule.wiring().stages[stage].sources;
         let slice = &self.stages[stage].slices[slice];
         let (first, mut row) = slice.resume_at;
@@ -175,7 +175,7 @@ impl StepState {
         lines.join("\n")
     }
 
-    pub fn describe_wait(&self, stage: usize, slice: usize) -> String {
+    pub(super) fn describe_wait(&self, stage: usize, slice: usize) -> String {
         let wires = &self.schedule.wiring().stages[stage];
         let rows = &self.stages[stage].slices[slice].rows;
         let Some((at, row)) = self.first_missing(stage, slice) else {

@@ -62,7 +62,7 @@ pub(super) struct HostStage {
 }
 
 impl Run {
-    /// Opens data, loads models on their workers, starts stages.
+    /// Starts a placed pipeline: opens data, loads models on their workers, starts stages.
     ///
     /// # Errors
     /// When data, a model or a stage cannot be opened, loaded or started.

@@ -185,12 +185,7 @@ impl StepState {
         Ok(input)
     }
 
-    pub fn gather(
-        &self,
-        stage: usize,
-        rows: &Range<usize>,
-        ids: &[u64],
-    ) -> Result<Batch, BatchError> {
+    fn gather(&self, stage: usize, rows: &Range<usize>, ids: &[u64]) -> Result<Batch, BatchError> {
         let wires = &self.schedule.wiring().stages[stage];
         let mut columns: Vec<Option<ArrayRef>> = vec![None; wires.inputs.len()];
         for (at, source) in wires.sources.iter().enumerate() {
@@ -357,7 +352,7 @@ impl StepState {
     }
 
     /// The rows of a call, with null in every key that the stage writes.
-    pub fn nulls(&self, call: CallId, input: &Batch) -> Result<Batch, RunError> {
+    pub(crate) fn nulls(&self, call: CallId, input: &Batch) -> Result<Batch, RunError> {
         let outputs = &self.schedule.wiring().stages[call.0].outputs;
         let mut nulls = input.rows_only();
         for out in outputs {
@@ -452,7 +447,7 @@ impl StepState {
         Ok(())
     }
 
-    pub fn propagate_growth(&mut self) -> Result<(), RunError> {
+    fn propagate_growth(&mut self) -> Result<(), RunError> {
         let schedule = self.schedule.clone();
         while let Some(table) = self.grown.pop_front() {
             for child in &schedule.wiring().expansions[table] {
@@ -497,12 +492,7 @@ impl StepState {
         Ok(())
     }
 
-    pub fn scope<'a>(
-        &'a self,
-        stage: usize,
-        positions: &'a [u32],
-        ids: &'a [u64],
-    ) -> GuardScope<'a> {
+    fn scope<'a>(&'a self, stage: usize, positions: &'a [u32], ids: &'a [u64]) -> GuardScope<'a> {
         GuardScope {
             stage: self.schedule.plan().stages()[stage].name(),
             wires: &self.schedule.wiring().stages[stage],

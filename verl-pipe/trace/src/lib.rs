@@ -8,8 +8,9 @@
 //! | [`record`] | what runs beside a run: taps that compute statistics, run the rules and write the files | replay and comparison |
 //! | [`compare`] | differences between recorded rows, between two runs, and between two sets of conditions | how a stage is run again |
 //! | [`replay`] | runs recorded steps again, and searches for the first wrong value | how a result is shown |
-//! | [`show`] | a recorded step for display, as tables and as text | the recorder and replay |
+//! | [`show`] | a recorded step for display, as tables and as text | how a step is recorded and run again |
 //!
+//! [`stats`], [`rules`], [`config`] and [`mod@format`] are those of the crate `verl-rules`, and [`tap`] is that of `verl-run`.
 //! [`tap`] is how a run shows its batches, [`config`] is what a pipeline file says about the trace, [`mod@format`] is what
 //! all parts share, and `text` formats text for terminals.
 

@@ -1,6 +1,6 @@
 //! A run as one self-contained HTML page: pipeline, curves, steps, samples, texts, anomalies.
 //!
-//! This module writes the page as data, and the scripts of `assets/view` draw it in the browser. Data that would make
+//! This crate writes the page as data, and the scripts of `assets/view` draw it in the browser. Data that would make
 //! the page large is thinned or left out ([`ViewOptions`]), and the page says so: curves keep the smallest and the
 //! largest value of each part.
 //! A run that is in progress, that failed, or that lacks files has a page too; the page lists what could not be read.
@@ -20,15 +20,14 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::Serialize;
-
 use verl_declare::registry::Registry;
 use verl_plan::schedule::placement::Schedule;
 use verl_rules::Anomaly;
 use verl_run::records::{SampleLine, StatusFile};
 use verl_trace::files::{TraceDir, TraceError};
-pub use verl_trace::replay::{InspectError, TracedRun, schedule_of};
-pub use verl_trace::text::count;
-pub use verl_train::folder_lock::{ABANDONED, Process, process_of};
+use verl_trace::replay::{InspectError, TracedRun, schedule_of};
+use verl_trace::text::count;
+use verl_train::folder_lock::{ABANDONED, Process, process_of};
 
 use curves::{Curve, KeyCurves, metric_curves};
 use files::RunFiles;

@@ -6,8 +6,8 @@ use std::sync::Once;
 
 thread_local! {
     /// Whether [`catch_panic`] is running on this thread, so that a panic becomes an error.
-    static IN_STAGE: Cell<bool> = const { Cell::new(false) };
-    /// File and line of the most recent panic of a stage on this thread.
+    static IN_CATCH: Cell<bool> = const { Cell::new(false) };
+    /// File and line of the most recent panic that [`catch_panic`] caught on this thread.
     static PANICKED_AT: RefCell<Option<String>> = const { RefCell::new(None) };
     /// Message and location of the most recent other panic on this thread.
     static PANICKED: RefCell<Option<String>> = const { RefCell::new(None) };
@@ -19,7 +19,7 @@ pub fn unwinding_panic() -> Option<String> {
     text.filter(|_| std::thread::panicking())
 }
 
-/// Installs a panic hook that does not print panics of stages: the error of the run reports them with their location,
+/// Installs a panic hook that does not print panics that [`catch_panic`] catches: the error of the run reports them with their location,
 /// and Rust's message would disturb the progress bar. Other panics are printed as before.
 fn silence_stage_panics() {
     static SET: Once = Once::new();
@@ -29,7 +29,7 @@ fn silence_stage_panics() {
             let place = info
                 .location()
                 .map(|at| format!("{}:{}", at.file(), at.line()));
-            if !IN_STAGE.get() {
+            if !IN_CATCH.get() {
                 let text = panic_message(info.payload());
                 let place = place.map_or(String::new(), |at| format!(" (at {at})"));
                 PANICKED.set(Some(format!("{text}{place}")));
@@ -43,9 +43,9 @@ fn silence_stage_panics() {
 /// Returns the result of `work`, or the message and location of its panic.
 pub fn catch_panic<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     silence_stage_panics();
-    let before = IN_STAGE.replace(true);
+    let before = IN_CATCH.replace(true);
     let result = catch_unwind(AssertUnwindSafe(work));
-    IN_STAGE.set(before);
+    IN_CATCH.set(before);
     result.map_err(|payload| {
         let message = panic_message(payload.as_ref());
         let place = PANICKED_AT.take();

@@ -93,9 +93,18 @@ pub fn read<S: AsRef<str>>(
         file: &base,
     };
     let origin = path.display().to_string();
-    let mut pipe = parse_in(&text, &origin, overrides, registry, Some(folders))?;
-    pipe.base = base;
-    Ok(pipe)
+    match parse_in(&text, &origin, overrides, registry, Some(folders)) {
+        Ok(mut pipe) => {
+            pipe.base = base;
+            Ok(pipe)
+        }
+        Err(mut error) => {
+            if let Some(pipe) = &mut error.pipe {
+                pipe.base = base;
+            }
+            Err(error)
+        }
+    }
 }
 
 /// The text of a pipeline file.

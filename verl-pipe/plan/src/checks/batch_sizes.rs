@@ -60,7 +60,7 @@ mod tests {
             rollout_tensor_parallel: 1,
         };
         let helps = |refill: Option<&Refill>| -> Vec<String> {
-            let (_, violations) = crate::schedule::batching::estimate(&batch, &devices, refill);
+            let (_, violations) = estimate(&batch, &devices, refill);
             violations.iter().map(|found| finding(found).help).collect()
         };
         assert_eq!(helps(None), ["set `prompts` in [batch] to 6 or 9"]);

@@ -13,6 +13,6 @@ mod row;
 pub mod sketch;
 
 pub use key_stats::{KeyStats, Place};
-pub use ratio::RatioStats;
-pub use ratio::{COUNTERPARTS, Parts, bytes, compare_log_probs, floats};
+pub use ratio::{COUNTERPARTS, Parts, RatioStats, compare_log_probs};
+pub(crate) use ratio::{bytes, floats};
 pub use row::{QUANTILES, StatRow};

@@ -182,7 +182,7 @@ fn by_row<'a>(parts: &Parts<'a>) -> HashMap<u64, (&'a ArrayRef, usize)> {
 }
 
 /// Row `row` of a ragged f32 column.
-pub fn floats(array: &ArrayRef, row: usize) -> Option<&[f32]> {
+pub(crate) fn floats(array: &ArrayRef, row: usize) -> Option<&[f32]> {
     let list = array.as_list_opt::<i32>()?;
     let values = list.values().as_primitive_opt::<Float32Type>()?.values();
     let offsets = list.value_offsets();
@@ -191,7 +191,7 @@ pub fn floats(array: &ArrayRef, row: usize) -> Option<&[f32]> {
 }
 
 /// Row `row` of a ragged u8 column.
-pub fn bytes(array: &ArrayRef, row: usize) -> Option<&[u8]> {
+pub(crate) fn bytes(array: &ArrayRef, row: usize) -> Option<&[u8]> {
     let list = array.as_list_opt::<i32>()?;
     let values = list.values().as_primitive_opt::<UInt8Type>()?.values();
     let offsets = list.value_offsets();

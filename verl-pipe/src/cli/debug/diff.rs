@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use serde_json::Value;
 use verl_declare::registry::Registry;
-use verl_trace::compare::changes::{changed, shown};
-use verl_trace::compare::{Change, Changes, RunDiff, diff_settings, diff_stats, diff_step};
+use verl_trace::compare::{
+    Change, Changes, RunDiff, changed, diff_settings, diff_stats, diff_step, shown,
+};
 use verl_trace::files::Conditions;
 use verl_trace::replay::TracedRun;
 use verl_trace::text::count;

@@ -1,7 +1,7 @@
 //! Settings of a kind and fields of a file: each with its type, default, unit and meaning.
 
 use serde_json::{Map, Value};
-use verl_run::records::STAGE;
+use verl_words::stage::STAGE;
 
 use super::words::{inline, list, sentence, text, ticked};
 use super::{NOTE, Page};

@@ -12,12 +12,11 @@ mod invariants;
 mod rows;
 
 pub(crate) use cell::Cell;
-pub use changes::{Change, ChangedData, Changes, Unclaimed};
+pub use changes::{Change, ChangedData, Changes, Unclaimed, changed, shown};
 pub use diff::{KeyDiff, Parting, RunDiff, StageDiff, StepDiff, diff_settings, diff_step};
 pub use diff_inputs::{Cause, InputsDiff};
-pub use diff_stats::diff_stats;
-pub use diff_stats::{StatsDiff, StatsStep};
+pub use diff_stats::{StatsDiff, StatsStep, diff_stats};
 pub use difference::{Comparison, Difference, DifferenceKind, Tolerance};
 pub(crate) use edges::compare_inputs;
 pub(crate) use invariants::{Violation, first_violation};
-pub use rows::{ComparedKey, Pairing, Rows, compare_rows, rows_of};
+pub(crate) use rows::{ComparedKey, Pairing, Rows, compare_rows, rows_of};

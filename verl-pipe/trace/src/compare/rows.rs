@@ -14,7 +14,7 @@ use crate::compare::difference::{Comparison, Difference, DifferenceKind, Toleran
 use crate::files::RecordedStage;
 
 /// Rows of several batches, found by identity.
-pub struct Rows<'a> {
+pub(crate) struct Rows<'a> {
     batches: Vec<&'a Batch>,
     places: HashMap<u64, (usize, usize)>,
     /// Identities in order of arrival.
@@ -87,7 +87,7 @@ impl<'a> Rows<'a> {
 }
 
 /// The rows of a stage, in declared order: its output rows, or its input rows if it emits none.
-pub fn rows_of(recorded: &RecordedStage) -> Vec<RowId> {
+pub(crate) fn rows_of(recorded: &RecordedStage) -> Vec<RowId> {
     let given = recorded.input_ids();
     let emitted = Rows::new(recorded.outputs.iter().map(|output| &output.batch));
     let ids = match emitted.ids().is_empty() {
@@ -98,7 +98,7 @@ pub fn rows_of(recorded: &RecordedStage) -> Vec<RowId> {
 }
 
 /// A key to compare: its name on the left, its name on the right, and the tolerance.
-pub struct ComparedKey<'a> {
+pub(crate) struct ComparedKey<'a> {
     /// Name on the left.
     pub left: &'a str,
     /// Name on the right.
@@ -108,7 +108,7 @@ pub struct ComparedKey<'a> {
 }
 
 /// How rows of the two sides are paired.
-pub struct Pairing<'a> {
+pub(crate) struct Pairing<'a> {
     /// Name of the stage.
     pub stage: &'a str,
     /// Rows of the left side in declared order.
@@ -122,7 +122,7 @@ pub struct Pairing<'a> {
 }
 
 /// Compares `keys` of rows of two sides.
-pub fn compare_rows(
+pub(crate) fn compare_rows(
     pairing: &Pairing<'_>,
     keys: &[ComparedKey<'_>],
     left: &Rows<'_>,

@@ -20,7 +20,7 @@ pub fn write_atomically<T>(
 }
 
 /// Writes a JSON document.
-pub fn write_json<T: Serialize>(path: &Path, document: &T) -> Result<(), TraceError> {
+pub(crate) fn write_json<T: Serialize>(path: &Path, document: &T) -> Result<(), TraceError> {
     write_atomically(path, |file| {
         serde_json::to_writer_pretty(&file, document)
             .map_err(|e| TraceError::file("write", path, e))

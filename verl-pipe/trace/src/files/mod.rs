@@ -34,9 +34,9 @@ mod trace_writer;
 
 pub use altered::AlteredKey;
 pub(crate) use altered::altered_keys;
-pub use atomic::{write_atomically, write_json};
-pub use columns::STAT_COLUMNS;
-pub use columns::{Column, ColumnType, STEP_COLUMNS};
+pub use atomic::write_atomically;
+pub(crate) use atomic::write_json;
+pub use columns::{Column, ColumnType, STAT_COLUMNS, STEP_COLUMNS};
 pub(crate) use conditions::of_versions;
 pub use conditions::{Conditions, Machine};
 pub use documents::{
@@ -49,7 +49,8 @@ pub use recorded_step::{RecordedBatch, RecordedStage, RecordedStep, StepStart};
 pub use row_groups::ROW_GROUP_BYTES;
 pub use stage_reader::read_stage;
 pub use stand_in::{StageShape, read_recorded};
-pub use states::{Beside, write_state};
+pub use states::Beside;
+pub(crate) use states::write_state;
 pub use stats_writer::StatsWriter;
 pub use trace_dir::ranges;
 #[cfg(test)]

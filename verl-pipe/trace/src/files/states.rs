@@ -34,7 +34,10 @@ fn name_of(tensors: &[u8], about: &str) -> String {
 }
 
 /// Writes a state unless it is on disk already; returns its name and the number of bytes written.
-pub fn write_state(layout: &Layout, state: &StoredState) -> Result<(String, u64), TraceError> {
+pub(crate) fn write_state(
+    layout: &Layout,
+    state: &StoredState,
+) -> Result<(String, u64), TraceError> {
     let dir = layout.state();
     make_dir(&dir)?;
     let about = state.about.to_string();

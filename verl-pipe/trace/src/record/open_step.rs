@@ -17,6 +17,7 @@ pub(crate) struct StateRefs {
 /// Between calls: stages in `data.on_disk` have finished files and are never written again. Rows of other stages are in
 /// `data.parts` or in `files`, never in both, so no row is written twice. `data.dropped` is set whenever rows have left
 /// `data.parts`, so missing rows are always known.
+/// `data.lost` is set if some of them are nowhere, because a write failed.
 #[derive(Default)]
 pub(crate) struct OpenStep {
     pub data: StepData,

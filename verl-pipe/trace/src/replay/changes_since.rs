@@ -62,7 +62,7 @@ pub(super) fn add_data(
 }
 
 /// Data sets of `plan` that differ from the `data.json` of the run in `dir` or cannot be opened any more, in words.
-pub fn describe_changed_data(dir: &Path, plan: &Plan) -> Vec<String> {
+pub(crate) fn describe_changed_data(dir: &Path, plan: &Plan) -> Vec<String> {
     let recorded = recorded_data(dir).unwrap_or_default();
     let changed = plan.pipe().data.iter().filter_map(|decl| {
         let recorded = recorded.get(&decl.name)?;

@@ -34,18 +34,17 @@ use verl_words::batch::Batch;
 use crate::compare::Changes;
 use crate::files::{RecordedStep, StepStart, TraceDir};
 
-pub use changes_since::{changes_since, describe_changed_data};
+pub use changes_since::changes_since;
+pub(crate) use changes_since::describe_changed_data;
 pub use comparison::device_tolerance;
 pub use error::ReplayError;
 pub use first_bad::{
-    CheckedStep, changed_setting, check_step, damaged_fault, first_fault_of_stats, stopped_fault,
+    CheckedStep, Fault, FirstBad, changed_setting, check_step, damaged_fault, first_bad,
+    first_fault_of_stats, stopped_fault,
 };
-pub use first_bad::{Fault, FirstBad, first_bad};
 pub use report::{ReplayReport, ReplayedStage, SkippedStage};
-pub use scope::ReplayScope;
-pub use scope::find_stage;
-pub use traced_run::schedule_of;
-pub use traced_run::{InspectError, TracedRun};
+pub use scope::{ReplayScope, find_stage};
+pub use traced_run::{InspectError, TracedRun, schedule_of};
 
 use changes_since::{add_data, changes_of};
 use comparison::{Around, Versions, compare_stage, compare_weights};
