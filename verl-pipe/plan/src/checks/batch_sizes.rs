@@ -46,7 +46,7 @@ mod tests {
     use verl_words::stage::{OnShort, Refill};
 
     use super::*;
-    use crate::schedule::batching::{BatchConfig, DevicesConfig};
+    use crate::schedule::batching::{BatchConfig, DevicesConfig, estimate};
 
     #[test]
     fn the_help_for_sizes_without_a_valid_value() {
