@@ -4,6 +4,8 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use verl_declare::pipe::{DataPipe, ModelDecl, ModelFactory, RunConfig, StageDecl};
 use verl_declare::sizes::BatchConfig;
@@ -411,4 +413,50 @@ pub(super) fn weights(run: &mut Run) -> String {
     run.versions().expect("worker answers")["actor"]
         .hash
         .clone()
+}
+
+/// Sleeps for a different time at each call; not at all without `latency`, from which the times follow.
+pub(super) fn jitter(latency: Option<u64>) -> impl Fn() + Clone + Send + Sync + 'static {
+    let random = Arc::new(AtomicUsize::new(latency.unwrap_or(0) as usize));
+    move || {
+        if latency.is_some() {
+            let x = random
+                .fetch_add(0x9E37_79B9, Ordering::Relaxed)
+                .wrapping_mul(0x85EB_CA6B);
+            std::thread::sleep(Duration::from_micros((x >> 7) as u64 % 900));
+        }
+    }
+}
+
+/// A stage that emits the halves of each group in reverse order, and with an odd `latency` the groups too; and a stage
+/// that scores two rows a call. Both wait before they work.
+pub(super) fn scattered(
+    spec: StageSpec,
+    latency: Option<u64>,
+    wait: &(impl Fn() + Clone + Send + Sync + 'static),
+) -> [StageDecl; 2] {
+    let (before_group, before_rows) = (wait.clone(), wait.clone());
+    let generate = single("generate", spec, move |input, context| {
+        let mut prompts = input.split(1);
+        if latency.is_some_and(|latency| latency % 2 == 1) {
+            prompts.reverse();
+        }
+        for prompt in &prompts {
+            before_group();
+            let group = respond(prompt, context)?;
+            for part in group.split(2).into_iter().rev() {
+                context.emit(part)?;
+            }
+        }
+        Ok(())
+    });
+    let reward = stage(
+        "reward",
+        reward_spec().slice_rows(2),
+        move |input, context| {
+            before_rows();
+            score(input, context)
+        },
+    );
+    [generate, reward]
 }

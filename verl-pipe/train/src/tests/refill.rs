@@ -1,7 +1,5 @@
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use verl_declare::pipe::{DataPipe, StageDecl};
 use verl_run::runner::{Run, RunOptions};
@@ -225,41 +223,12 @@ fn a_larger_wave_limit_changes_nothing_if_not_needed() {
 }
 
 fn timed(latency: Option<u64>, threads: usize) -> (String, Vec<(String, f64)>, Rows) {
-    let random = Arc::new(AtomicUsize::new(latency.unwrap_or(0) as usize));
-    let wait = move || {
-        if latency.is_some() {
-            let x = random
-                .fetch_add(0x9E37_79B9, Ordering::Relaxed)
-                .wrapping_mul(0x85EB_CA6B);
-            std::thread::sleep(Duration::from_micros((x >> 7) as u64 % 900));
-        }
-    };
-    let (w1, w2, w3) = (wait.clone(), wait.clone(), wait.clone());
-    let generate = single("generate", rowwise(), move |input, context| {
-        let mut prompts = input.split(1);
-        if latency.is_some_and(|l| l % 2 == 1) {
-            prompts.reverse();
-        }
-        for prompt in &prompts {
-            w1();
-            let group = respond(prompt, context)?;
-            for part in group.split(2).into_iter().rev() {
-                context.emit(part)?;
-            }
-        }
-        Ok(())
-    });
-    let reward = stage(
-        "reward",
-        reward_spec().slice_rows(2),
-        move |input, context| {
-            w2();
-            score(input, context)
-        },
-    );
+    let wait = jitter(latency);
+    let [generate, reward] = scattered(rowwise(), latency, &wait);
     // All groups of a wave are kept, or half, or a third.
+    let before_group = wait.clone();
     let filter = filter(refill(4, 4), move |step, id| {
-        w3();
+        before_group();
         (id.row() * 7 + id.wave() * 5 + step * step).is_multiple_of(step % 3 + 1)
     });
     let seen = Key::<Scalar<u64>>::new("seen", "[B]", "", "rows of the slice");

@@ -1,4 +1,3 @@
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
@@ -109,38 +108,8 @@ struct Outcome {
 }
 
 fn outcome(latency: Option<u64>, threads: usize, tap: bool) -> Outcome {
-    let random = Arc::new(AtomicUsize::new(latency.unwrap_or(0) as usize));
-    let wait = move || {
-        if latency.is_some() {
-            let x = random
-                .fetch_add(0x9E37_79B9, Ordering::Relaxed)
-                .wrapping_mul(0x85EB_CA6B);
-            std::thread::sleep(Duration::from_micros((x >> 7) as u64 % 900));
-        }
-    };
-    let (w1, w2) = (wait.clone(), wait.clone());
-    let generate = single("generate", generate_spec(), move |input, context| {
-        let mut prompts = input.split(1);
-        if latency.is_some_and(|l| l % 2 == 1) {
-            prompts.reverse();
-        }
-        for prompt in &prompts {
-            w1();
-            let group = respond(prompt, context)?;
-            for part in group.split(2).into_iter().rev() {
-                context.emit(part)?;
-            }
-        }
-        Ok(())
-    });
-    let reward = stage(
-        "reward",
-        reward_spec().slice_rows(2),
-        move |input, context| {
-            w2();
-            score(input, context)
-        },
-    );
+    let wait = jitter(latency);
+    let [generate, reward] = scattered(generate_spec(), latency, &wait);
     let kept = Key::<Scalar<u64>>::new("kept", "[B]", "", "rows of the group");
     let filter_spec = StageSpec::new()
         .reads(REWARDS)
