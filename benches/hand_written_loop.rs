@@ -17,7 +17,7 @@ use std::time::Instant;
 
 use verl::pipe::keys::REWARDS;
 use verl::pipe::plan::Plan;
-use verl::pipe::run::runner::RunOptions;
+use verl::pipe::run::runner::{Run, RunOptions};
 use verl::pipe::stage::{CancelToken, Models, StageSink, StartContext};
 use verl::prelude::*;
 
@@ -58,8 +58,8 @@ struct Loop {
 
 impl Loop {
     fn new(plan: &Plan) -> Result<Loop, Box<dyn Error>> {
-        let pipe = &plan.pipe;
-        let context = plan.context.clone();
+        let pipe = plan.pipe();
+        let context = plan.context().clone();
         let mut models = Models::new();
         for model in &pipe.models {
             let loaded = model.factory.load(&model.name, "cpu", &context)?;
@@ -81,8 +81,8 @@ impl Loop {
         Ok(Loop {
             stages,
             models,
-            samples: plan.batch.samples,
-            micro_rows: plan.batch.micro_rows,
+            samples: plan.batch().samples,
+            micro_rows: plan.batch().micro_rows,
             seed: pipe.run.seed,
             cancel: CancelToken::default(),
         })
@@ -168,10 +168,8 @@ fn main() -> Result<(), Box<dyn Error>> {
             .map_err(Findings)
     };
     let mut by_hand = Loop::new(&plan()?)?;
-    let mut run = plan()?
-        .schedule()
-        .map_err(Findings)?
-        .start(RunOptions::default())?;
+    let schedule = plan()?.schedule().map_err(Findings)?;
+    let mut run = Run::start(schedule, RunOptions::default())?;
     let (mut ratios, mut engines, mut hands) = (Vec::new(), Vec::new(), Vec::new());
     for step in 1..=steps {
         // Each goes first every other time.

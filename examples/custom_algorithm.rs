@@ -12,7 +12,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl::algos::advantages::{self, AdvantageEstimator, AdvantageInputs, GroupScores};
 use verl::algos::functions::exp;
-use verl::algos::losses::{PerToken, PreparedTokens, TokenLoss};
+use verl::algos::losses::{MetricId, PerToken, PreparedTokens, TokenLoss};
 use verl::algos::{AlgoError, CutUnit};
 use verl::pipe::config::read_pipeline;
 use verl::pipe::diagnostic::Diagnostic;
@@ -80,8 +80,8 @@ impl Default for Spo {
 }
 
 impl TokenLoss for Spo {
-    fn name(&self) -> &'static str {
-        Self::KIND
+    fn id(&self) -> MetricId {
+        MetricId::new(Self::KIND)
     }
 
     fn check(&self) -> Result<(), AlgoError> {
@@ -103,7 +103,7 @@ impl TokenLoss for Spo {
         let pull = distance / (2.0 * self.epsilon);
         Ok(PerToken {
             loss: pull.clone() - ratio * advantages,
-            metrics: vec![("spo_pull", pull)],
+            metrics: vec![(MetricId::new("spo_pull"), pull)],
         })
     }
 }

@@ -30,6 +30,7 @@ const PENALTY_MEAN: Metric = Metric {
     unit: "reward",
     meaning: "mean cost of a response's tokens beyond the limit",
     reduce: Reduce::Mean,
+    role: None,
 };
 
 /// A stage with settings: each token beyond `limit` costs `price`. It uses no model, so it runs on the host pool, row

@@ -15,7 +15,7 @@ use std::time::Instant;
 use verl::models::optim::OptimizerConfig;
 use verl::pipe::chain::stage_fn;
 use verl::pipe::keys::{RESPONSE_TEXTS, REWARDS};
-use verl::pipe::run::runner::RunOptions;
+use verl::pipe::run::runner::{Run, RunOptions};
 use verl::prelude::*;
 use verl::stages::data::file::DataFile;
 use verl::stages::prompts::Template;
@@ -134,7 +134,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             .collect::<Vec<_>>()
             .join("\n")
     })?;
-    let mut run = schedule.start(RunOptions::default())?;
+    let mut run = Run::start(schedule, RunOptions::default())?;
     let mut seconds = Vec::new();
     let mut stages: Vec<(String, f64)> = Vec::new();
     let mut first_done = 0.0;

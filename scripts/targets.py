@@ -1,15 +1,15 @@
 """Golden tokens of chat templates: how transformers tokenizes prompts and finished conversations.
 
     pip install transformers==5.24.0
-    python scripts/targets.py            # writes verl-models/tests/targets/{tokenizers,cases.json}
+    python scripts/targets.py            # writes verl-models/text/tests/targets/{tokenizers,cases.json}
 
-The templates in verl-models/tests/targets/templates are written from the published descriptions of the formats. The
+The templates in verl-models/text/tests/targets/templates are written from the published descriptions of the formats. The
 tokenizers are trained here on a few lines: byte-level BPE, two in the style of SentencePiece (a space before the text,
 added by the normalizer or by the pre-tokenizer), and words. Each template is tried with its own special tokens on each.
 
 cases.json contains, for each conversation and answer, the ids of the prompt (`add_generation_prompt=True`), those of the
 finished conversation after the `shared` ones at its beginning, and for templates with `{% generation %}` marks the mask of
-`return_assistant_tokens_mask`. verl-models/tests/it/targets.rs compares `verl_models::targets` with them.
+`return_assistant_tokens_mask`. verl-models/text/tests/it/targets.rs compares `verl_text::targets` with them.
 """
 
 import json
@@ -19,7 +19,7 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-OUT = Path(__file__).resolve().parent.parent / "verl-models/tests/targets"
+OUT = Path(__file__).resolve().parent.parent / "verl-models/text/tests/targets"
 
 LINES = [
     "What is 2+2? The answer is four, because 2 and 2 are 4.",

@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::time::Instant;
 
-use burn::tensor::{DType, Device};
+use burn::tensor::DType;
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::{Value, json};
 use verl::models::agreement::{self, Distance, Measure, Subject, subjects, wide};
@@ -16,7 +16,7 @@ use verl::models::bench::{
 };
 use verl::models::compiled;
 use verl::models::decoder::Decoder;
-use verl::models::device::{Preflight, device, preflight};
+use verl::models::device::{DeviceKind, Preflight, device, preflight};
 use verl::models::registers;
 use verl::pipe::cli::json_error::{BENCH, JsonError};
 
@@ -224,7 +224,7 @@ fn check(args: &CheckArgs) -> Result<Answer, Failure> {
     let device = device(&args.common.device)?;
     let subjects = if args.model.is_empty() {
         let mut subjects = subjects();
-        if device != Device::flex() {
+        if !DeviceKind::of(&device).is_host() {
             subjects.push(wide());
         }
         subjects
@@ -303,9 +303,14 @@ fn table(found: &Preflight, distances: &[Distance]) -> String {
 
 /// A decoder on a device, and the rates of the device.
 struct Place {
-    found: Preflight,
     decoder: Decoder,
     ceilings: Ceilings,
+    heading: Heading,
+}
+
+/// What an answer says before the figures.
+struct Heading {
+    found: Preflight,
     dtype: DType,
     start: Start,
 }
@@ -367,8 +372,8 @@ impl ModelArgs {
         let device = device(&self.common.device)?;
         let dtype = match self.dtype {
             Some(dtype) => dtype.into(),
-            None if device == Device::flex() => DType::F32,
-            None => DType::BF16,
+            None if DeviceKind::of(&device).bf16() => DType::BF16,
+            None => DType::F32,
         };
         let decoder = match preset(&self.model) {
             Some(config) => random_decoder(config, &device, dtype),
@@ -390,26 +395,33 @@ impl ModelArgs {
         let load = lap(&mut since);
         let quick = self.model == "tiny";
         let ceilings = Ceilings::measure(&device, dtype, quick)?;
+        let start = Start {
+            preflight,
+            load,
+            ceilings: lap(&mut since),
+        };
         Ok(Place {
             ceilings,
-            found,
             decoder,
-            dtype,
-            start: Start {
-                preflight,
-                load,
-                ceilings: lap(&mut since),
+            heading: Heading {
+                found,
+                dtype,
+                start,
             },
         })
     }
 
     fn answer(
         &self,
-        place: (&Preflight, DType, Start),
+        heading: &Heading,
         figures: &impl serde::Serialize,
         lines: &[(&str, String)],
     ) -> Result<Answer, Failure> {
-        let (found, dtype, start) = place;
+        let Heading {
+            found,
+            dtype,
+            start,
+        } = heading;
         let dtype = format!("{dtype:?}").to_lowercase();
         let text = if self.common.json {
             line(&json!({
@@ -462,8 +474,7 @@ fn rollout(args: &RolloutArgs) -> Result<Answer, Failure> {
         ),
         ("memory", memory(figures.peak_bytes)),
     ];
-    args.model
-        .answer((&place.found, place.dtype, place.start), &figures, &lines)
+    args.model.answer(&place.heading, &figures, &lines)
 }
 
 fn train(args: &TrainArgs) -> Result<Answer, Failure> {
@@ -493,8 +504,7 @@ fn train(args: &TrainArgs) -> Result<Answer, Failure> {
         ("loss", format!("{:.4}", figures.loss)),
         ("memory", memory(figures.peak_bytes)),
     ];
-    args.model
-        .answer((&place.found, place.dtype, place.start), &figures, &lines)
+    args.model.answer(&place.heading, &figures, &lines)
 }
 
 fn step(args: &StepArgs) -> Result<Answer, Failure> {
@@ -521,8 +531,7 @@ fn step(args: &StepArgs) -> Result<Answer, Failure> {
         ),
         ("memory", memory(figures.peak_bytes)),
     ];
-    args.model
-        .answer((&place.found, place.dtype, place.start), &figures, &lines)
+    args.model.answer(&place.heading, &figures, &lines)
 }
 
 fn kernels(args: &KernelArgs) -> Result<Answer, Failure> {
@@ -534,8 +543,8 @@ fn kernels(args: &KernelArgs) -> Result<Answer, Failure> {
         runs: args.model.runs,
     };
     let device = device(&args.model.common.device)?;
-    let on = (&device, place.dtype);
-    let figures = bench::kernels(&place.decoder.config, on, &work, &place.ceilings)?;
+    let (config, dtype) = (&place.decoder.config, place.heading.dtype);
+    let figures = bench::kernels(config, &device, dtype, &work, &place.ceilings)?;
     let ceilings = &place.ceilings;
     let peak = ceilings.arithmetic_tflop_s.map(|peak| {
         let share = 1e2 * ceilings.product_tflop_s / peak;
@@ -568,8 +577,7 @@ fn kernels(args: &KernelArgs) -> Result<Answer, Failure> {
             (own.name.as_str(), figures.trim_end().to_owned())
         }))
         .collect();
-    args.model
-        .answer((&place.found, place.dtype, place.start), &figures, &lines)
+    args.model.answer(&place.heading, &figures, &lines)
 }
 
 fn times(times: &Times) -> String {

@@ -1,6 +1,7 @@
 //! Compiled kernels of a GPU, as the engine sees them.
 
 use verl::models::compiled;
+use verl::models::device::DeviceKind;
 use verl::pipe::run::records::KernelTally;
 use verl::pipe::run::timeline::Kernels;
 
@@ -17,7 +18,7 @@ impl GpuKernels {
 
 impl Kernels for GpuKernels {
     fn used_on(&self, device: &str) -> bool {
-        cfg!(feature = "cuda") && device.starts_with("cuda")
+        DeviceKind::named(device).is_some_and(DeviceKind::compiles)
     }
 
     fn tally(&self) -> Option<KernelTally> {

@@ -1,6 +1,6 @@
 //! verl: a typed dataflow engine for reinforcement-learning post-training of language models.
 //!
-//! This crate is the façade: it re-exports the four crates, provides a [`prelude`], and fills the registry of
+//! This crate is the façade: it re-exports the crates that it is built on, provides a [`prelude`], and fills the registry of
 //! built-ins ([`registry`]) that the executable `pipe` uses.
 //!
 //! A pipeline is declared, then checked as a whole; only what passed can be placed and run:
@@ -23,7 +23,7 @@
 //!     )
 //!     .plan()
 //!     .map_err(Findings)?;
-//! assert_eq!(plan.batch.rows, 256);
+//! assert_eq!(plan.batch().rows, 256);
 //! // Trainer::new(plan)?.train()? runs it.
 //! # Ok::<(), Findings>(())
 //! ```
@@ -81,7 +81,7 @@ pub fn versions() -> Vec<(String, String)> {
 /// A program that depends only on this crate derives settings through it:
 ///
 /// ```
-/// use verl::algos::losses::{PerToken, PreparedTokens};
+/// use verl::algos::losses::{MetricId, PerToken, PreparedTokens};
 /// use verl::prelude::*;
 ///
 /// /// −A log π, with the advantage cut off.
@@ -100,8 +100,8 @@ pub fn versions() -> Vec<(String, String)> {
 /// }
 ///
 /// impl TokenLoss for Cut {
-///     fn name(&self) -> &'static str {
-///         Self::KIND
+///     fn id(&self) -> MetricId {
+///         MetricId::new(Self::KIND)
 ///     }
 ///     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
 ///         let advantages = tokens.advantages(self.name())?.clamp_max(self.most);
@@ -129,7 +129,7 @@ pub mod prelude {
     pub use schemars::JsonSchema;
     pub use serde::{Deserialize, Serialize};
     pub use verl_algos::advantages::{AdvantageEstimator, AdvantageInputs, GroupScores};
-    pub use verl_algos::losses::{PerToken, PreparedTokens, TokenLoss};
+    pub use verl_algos::losses::{MetricId, PerToken, PreparedTokens, TokenLoss};
     pub use verl_algos::{AlgoError, CutUnit};
     pub use verl_models::model::{
         ModelError, ModelInterface, PolicyModel, TrainedModel, ValueInterface, ValueModel,
@@ -144,24 +144,29 @@ pub mod prelude {
     pub use verl_pipe::keys;
     pub use verl_pipe::part::{Part, PartConfig, Slot};
     pub use verl_pipe::pipe::{DataPipe, IntoStage, RunConfig, stage_fn, stage_with};
+    pub use verl_pipe::plan::Plannable;
     pub use verl_pipe::registry::Registry;
     pub use verl_pipe::run::trainer::{Trainer, TrainerOptions};
     pub use verl_pipe::schedule::batching::{BatchConfig, DevicesConfig};
     pub use verl_pipe::stage::{
-        Access, BuildContext, Cardinality, ConfigError, DataConfig, Metric, ModelConfig, Reduce,
-        RowRule, Stage, StageConfig, StageContext, StageError, StageSpec,
+        Access, BuildContext, Cardinality, ConfigError, DataConfig, DeviceSupport, Metric,
+        MetricRole, ModelConfig, ModelFactory, Reduce, RowRule, Stage, StageConfig, StageContext,
+        StageError, StageSpec,
     };
     pub use verl_pipe::trace::config::TraceConfig;
     pub use verl_stages::advantages::Advantages;
     pub use verl_stages::baseline::Baseline;
-    pub use verl_stages::correct_rollout::{CorrectRollout, Rejection, SamplerRatio};
+    pub use verl_stages::correct_rollout::{
+        CorrectRollout, Preset, Rejection, RejectionRuleName, SamplerRatio, SamplerRatioMode,
+        WeightLevel,
+    };
     pub use verl_stages::data::addition::{Addition, Split};
     pub use verl_stages::data::addition_episodes::AdditionEpisodes;
     pub use verl_stages::data::addition_pairs::AdditionPairs;
     pub use verl_stages::data::file::DataFile;
     pub use verl_stages::data::jsonl::Jsonl;
     pub use verl_stages::data::parquet::Parquet;
-    pub use verl_stages::distill::Distill;
+    pub use verl_stages::distill::{Distill, DivergenceName, Tail};
     pub use verl_stages::episodes::Episodes;
     pub use verl_stages::estimators::{self, Estimator};
     pub use verl_stages::evaluate::Evaluate;
@@ -169,7 +174,10 @@ pub mod prelude {
     pub use verl_stages::filter_groups::FilterGroups;
     pub use verl_stages::generate::Generate;
     pub use verl_stages::log_probs::{LogProbs, Role};
-    pub use verl_stages::losses::{self, Loss, PolicyLoss, PolicyObjective};
+    pub use verl_stages::losses::{
+        self, AggregationName, ClipBounds, CpoLossName, FDivergenceName, KlEstimatorName, Loss,
+        PolicyLoss, PolicyObjective, PreferenceLossName,
+    };
     pub use verl_stages::model::{
         CausalLm, HeadInit, IlqlLm, Init, PolicyResource, SaveAs, ValueLm, ValueResource,
         WeightsDType, policy_model, value_model,

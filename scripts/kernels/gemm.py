@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks and times the matrix-product kernels of verl-models/src/kernels/cuda (gemm.cu, gemm_dyn.cu, gemm_skinny.cu).
+"""Checks and times the matrix-product kernels of verl-models/kernels/src/cuda (gemm.cu, gemm_dyn.cu, gemm_skinny.cu).
 
     python3 scripts/kernels/gemm.py [check] [large] [decode] [chain]      (default: all; names may be longer)
 
@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CUDA = ROOT / "verl-models/src/kernels/cuda"
+CUDA = ROOT / "verl-models/kernels/src/cuda"
 COPY_TBS, PEAK_TFLOPS = 4.3, 790.0
 DYNAMIC = int(os.environ.get("DYNAMIC", "0")) # 1: large kernels take dynamic shared memory instead of static
 START = time.time()

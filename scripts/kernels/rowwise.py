@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 DEVICE = "cuda"
-SOURCES = os.path.join(os.path.dirname(__file__), "../../verl-models/src/kernels/cuda")
+SOURCES = os.path.join(os.path.dirname(__file__), "../../verl-models/kernels/src/cuda")
 PRELUDES = {kernel: ["philox", "draw"] for kernel in ("race", "sample", "advance")}
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16"}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -301,16 +301,12 @@ def norm_rows(width, dtype):
     return 256 // lanes
 
 
-def norm_forward(mod, x, r, weight, in_place=False):
+def norm_forward(mod, x, weight):
     rows, width = x.shape
     grid = ceil_div(rows, norm_rows(width, x.dtype))
     y, rstd = poison(rows, width, dtype=x.dtype), poison(rows)
-    if r is None:
-        launch(mod, "rms_norm", grid, 256, [x, weight, y, rstd], rows, EPSILON)
-        return y, rstd
-    h = r if in_place else poison(rows, width, dtype=x.dtype)
-    launch(mod, "rms_norm_add", grid, 256, [x, r, weight, h, y, rstd], rows, EPSILON)
-    return h, y, rstd
+    launch(mod, "rms_norm", grid, 256, [x, weight, y, rstd], rows, EPSILON)
+    return y, rstd
 
 
 def norm_backward(mod, h, weight, rstd, g, past, dw):
@@ -333,35 +329,27 @@ def check_norm():
             mod = module("norm", dtype, WIDTH=width)
             for rows in row_counts:
                 name = f"norm {short(dtype)} [{rows}, {width}]"
-                x, r = randn(rows, width, dtype=dtype), randn(rows, width, dtype=dtype)
+                x = randn(rows, width, dtype=dtype)
                 weight = (1 + 0.3 * randn(width)).to(dtype)
                 tolerance = TOLERANCE[dtype]
-                (y, rstd), same = twice(lambda: norm_forward(mod, x, None, weight))
+                (y, rstd), same = twice(lambda: norm_forward(mod, x, weight))
                 scale = 1 / (x.double().pow(2).mean(1) + EPSILON).sqrt()
                 plain = (x.double() * scale[:, None]).to(dtype).double() * weight.double()
                 close(name + " rms_norm", {"y": (y, plain), "rstd": (rstd, scale)}, tolerance)
-                (h, y, rstd), same_add = twice(lambda: norm_forward(mod, x, r, weight))
-                total = (x.double() + r.double()).to(dtype)
-                scale = 1 / (total.double().pow(2).mean(1) + EPSILON).sqrt()
-                normed = (total.double() * scale[:, None]).to(dtype).double() * weight.double()
-                close(name + " rms_norm_add", {"h": (h, total), "y": (y, normed), "rstd": (rstd, scale)}, tolerance)
-                _, y2, _ = norm_forward(mod, x, r.clone(), weight, in_place=True)
-                sync()
-                same_add = same_add and torch.equal(bits(y), bits(y2))
 
                 g, past = randn(rows, width, dtype=dtype), randn(rows, width, dtype=dtype)
                 q = g.double() * weight.double()
-                pull = (q * total.double()).mean(1, keepdim=True)
+                pull = (q * x.double()).mean(1, keepdim=True)
                 s = scale[:, None]
-                dh_ref = s * q - total.double() * s**3 * pull
-                dw_ref = (g.double() * total.double() * s).sum(0)
+                dh_ref = s * q - x.double() * s**3 * pull
+                dw_ref = (g.double() * x.double() * s).sum(0)
                 fresh, old = poison(width), randn(width)
-                (dh, dw), same_back = twice(lambda: norm_backward(mod, h, weight, rstd, g, None, fresh))
+                (dh, dw), same_back = twice(lambda: norm_backward(mod, x, weight, rstd, g, None, fresh))
                 close(name + " backward", {"dh": (dh, dh_ref), "dw": (dw, dw_ref)}, tolerance)
-                (dh, dw), same_both = twice(lambda: norm_backward(mod, h, weight, rstd, g, past, old))
+                (dh, dw), same_both = twice(lambda: norm_backward(mod, x, weight, rstd, g, past, old))
                 pairs = {"dh": (dh, dh_ref + past.double()), "dw": (dw, dw_ref + old.double())}
                 close(name + " backward_add", pairs, tolerance)
-                report(name + " same bits", same and same_add and same_back and same_both)
+                report(name + " same bits", same and same_back and same_both)
 
 
 def time_norm():
@@ -376,22 +364,17 @@ def time_norm():
         shape = f"bf16 [{rows}, {width}]"
 
         def ours(i):
-            x, r, h, y = data[i % sets]
-            launch(mod, "rms_norm_add", grid, 256, [x, r, weight, h, y, rstd[i % sets]], rows, EPSILON)
+            x, _, _, y = data[i % sets]
+            launch(mod, "rms_norm", grid, 256, [x, weight, y, rstd[i % sets]], rows, EPSILON)
 
         def theirs(i):
-            x, r, _, _ = data[i % sets]
-            F.rms_norm(x + r, (width,), weight, EPSILON)
+            F.rms_norm(data[i % sets][0], (width,), weight, EPSILON)
 
-        timed("rms_norm_add", shape, rows * width * 8, ours, theirs, graph=sets)
+        timed("rms_norm", shape, rows * width * 4, ours, theirs, graph=sets)
         if rows < 8192:
             continue
         blocks = 264
         partial, dw = torch.empty(blocks, width, device=DEVICE), torch.zeros(width, device=DEVICE)
-
-        def plain(i):
-            x, _, _, y = data[i % sets]
-            launch(mod, "rms_norm", grid, 256, [x, weight, y, rstd[i % sets]], rows, EPSILON)
 
         def back(i):
             x, g, past, dh = data[i % sets]
@@ -408,7 +391,6 @@ def time_norm():
             a, b = torch.autograd.grad(outs[i], [leaf[i], leaf_weight], data[i][1], retain_graph=True)
             a + data[i][2]
 
-        timed("rms_norm", shape, rows * width * 4, plain, None, graph=sets)
         timed("rms_norm_backward_add", shape, rows * width * 8, back, torch_back)
         timed("rms_norm_backward_add graph", shape, rows * width * 8, back, None, graph=sets)
 
@@ -1158,7 +1140,7 @@ CHECKS = {"norm": check_norm, "mlp": check_mlp, "vocab": check_vocab, "embed": c
 TIMES = {"norm": time_norm, "mlp": time_mlp, "vocab": time_vocab, "embed": time_embed, "columns": time_columns, "update": time_update,
          "sample": time_sample}
 ENTRIES = {
-    key_of("norm", torch.bfloat16, WIDTH=896): ["rms_norm", "rms_norm_add", "rms_norm_backward", "rms_norm_backward_add"],
+    key_of("norm", torch.bfloat16, WIDTH=896): ["rms_norm", "rms_norm_backward", "rms_norm_backward_add"],
     key_of("mlp", torch.bfloat16, INNER=4864): ["swiglu_fused", "swiglu_fused_backward"],
     key_of("vocab", torch.bfloat16): ["score_rows", "score_rows_backward"],
     key_of("embed", torch.bfloat16, WIDTH=896): ["take_rows", "take_rows_backward", "embed_backward"],

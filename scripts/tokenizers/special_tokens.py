@@ -2,10 +2,10 @@
 
     python -m venv v4 && v4/bin/pip install "transformers==4.57.6"
     python -m venv v5 && v5/bin/pip install "transformers==5.24.0"
-    v4/bin/python scripts/tokenizers/special_tokens.py verl-models/tests/golden/special_tokens.json
-    v5/bin/python scripts/tokenizers/special_tokens.py verl-models/tests/golden/special_tokens.json
+    v4/bin/python scripts/tokenizers/special_tokens.py verl-models/text/tests/golden/special_tokens.json
+    v5/bin/python scripts/tokenizers/special_tokens.py verl-models/text/tests/golden/special_tokens.json
 
-Each run adds the values of its version to those in the file; `verl-models/tests/it/special_tokens.rs` compares them. torch
+Each run adds the values of its version to those in the file; `verl-models/text/tests/it/special_tokens.rs` compares them. torch
 is not needed.
 """
 

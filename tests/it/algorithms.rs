@@ -273,7 +273,8 @@ fn every_correction_of_the_rollout_trains() {
         let text = GRPO.replace(advantages, &format!("{stage}\n\n{advantages}"));
         place.parse(&text, "run", &[]).map_err(Findings)
     };
-    for (preset, _) in verl::algos::rollout_correction::PRESETS {
+    for preset in verl::algos::rollout_correction::Preset::ALL {
+        let preset = preset.as_str();
         let mut pipe = corrected(&format!("preset = \"{preset}\"")).expect("a pipeline");
         if preset.starts_with("bypass") {
             let update = pipe.stages.iter_mut().find(|stage| stage.kind == "update");

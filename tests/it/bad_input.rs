@@ -3,6 +3,7 @@
 use std::fs;
 
 use verl::pipe::diagnostic::Findings;
+use verl::pipe::plan::Plannable;
 
 use crate::kit::{GRPO, Place, trainer};
 

@@ -187,7 +187,7 @@ fn a_reward_model_is_trained_saved_and_trained_against() {
     let file = "ppo_reward_model_addition.toml";
     let against = example(&place, file, &["actor", "critic", "ref"], &overrides);
     let plan = against.plan().map_err(Findings).expect("a plan");
-    assert!(plan.warnings.is_empty(), "{:?}", plan.warnings);
+    assert!(plan.warnings().is_empty(), "{:?}", plan.warnings());
     let mut run = start(&against);
     let frozen = |run: &mut Run| {
         let snapshot = run.snapshot().expect("a snapshot");

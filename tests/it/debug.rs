@@ -4,11 +4,11 @@ use std::path::Path;
 
 use clap::Parser;
 use serde_json::Value;
+use verl::pipe::batch::arrow::ArrowBatch;
 use verl::pipe::cli::debug::{Debug, debug};
 use verl::pipe::registry::Registry;
+use verl::pipe::trace::files::{SliceAt, TraceDir, TraceWriter, read_stage};
 use verl::pipe::trace::format::Side;
-use verl::pipe::trace::store::{TraceDir, read_stage};
-use verl::pipe::trace::writer::{SliceAt, TraceWriter};
 use verl::prelude::*;
 
 use crate::kit::{GRPO, Place, trainer};
@@ -85,7 +85,7 @@ pub fn corrupt(run: &str, step: u64, stage: &str, side: Side, row: usize, change
         slice.batch.put(&keys::ADVANTAGES, column).expect("rows");
     }
     let writer = TraceWriter::create(run, trace.format()).expect("the folder");
-    let fields = |slices: &[verl::pipe::trace::store::SliceTrace]| {
+    let fields = |slices: &[verl::pipe::trace::files::SliceTrace]| {
         let schema = slices.first().map(|slice| slice.batch.record().schema());
         schema.map_or_else(Vec::new, |schema| {
             let fields = schema.fields().iter();

@@ -11,10 +11,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use verl::pipe::cli::debug::EXIT_STATUS;
 use verl::pipe::pipe::StageDecl;
+use verl::pipe::trace::files::RecordedStep;
 use verl::pipe::trace::format::Side;
-use verl::pipe::trace::recorded::RecordedStep;
 use verl::pipe::trace::replay::{ReplayError, ReplayReport, ReplayScope, Replayer};
-use verl::pipe::trace::rules::{Hit, Rule, Severity, StepView};
+use verl::pipe::trace::rules::{Hit, Rule, RuleSeverity, StepView};
 use verl::prelude::*;
 
 use crate::debug::{
@@ -258,8 +258,8 @@ impl Rule for AtThree {
     fn name(&self) -> &str {
         "at_three"
     }
-    fn severity(&self) -> Severity {
-        Severity::Stop
+    fn severity(&self) -> RuleSeverity {
+        RuleSeverity::Stop
     }
     fn advice(&self) -> &str {
         "nothing"

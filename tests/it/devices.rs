@@ -1,13 +1,14 @@
 //! Device groups that are invalid or not available are reported before anything is loaded.
 
 use verl::pipe::diagnostic::{Diagnostic, Findings};
+use verl::pipe::plan::Plannable;
 
 use crate::kit::{Place, trainer};
 
 fn findings(place: &Place, group: &str) -> Vec<Diagnostic> {
     let pipe = place.grpo("run", &[&format!("devices.group={group}")]);
     match pipe.plan() {
-        Ok(plan) => plan.warnings,
+        Ok(plan) => plan.warnings().to_vec(),
         Err(findings) => findings,
     }
 }

@@ -10,6 +10,11 @@ use crate::kit::{GRPO, Place, root, start};
 
 /// The tiny model as a student of another one, whose weights come from another initializer range.
 fn student(place: &Place, stages: &str, more: &[&str]) -> DataPipe {
+    parsed(place, stages, more).unwrap_or_else(|findings| panic!("{}", Findings(findings)))
+}
+
+/// [`student`], or the errors in its settings.
+fn parsed(place: &Place, stages: &str, more: &[&str]) -> Result<DataPipe, Vec<Diagnostic>> {
     let kept = GRPO
         .find("[[stages]]\nkind = \"reward\"")
         .expect("the stage");
@@ -17,8 +22,7 @@ fn student(place: &Place, stages: &str, more: &[&str]) -> DataPipe {
         "[models.ref]\npath = \"tiny\"",
         "[models.teacher]\npath = \"other\"",
     );
-    let pipe = place.parse(&format!("{text}{stages}"), "run", more);
-    pipe.unwrap_or_else(|findings| panic!("{}", Findings(findings)))
+    place.parse(&format!("{text}{stages}"), "run", more)
 }
 
 /// A folder `other` next to `tiny`, with the same shape and with weights of another scale.
@@ -167,7 +171,7 @@ fn a_list_of_the_whole_vocabulary_has_all_mass_and_a_longer_one_is_refused() {
 fn mismatches_are_reported_by_the_plan() {
     let place = with_teacher();
     let findings = |stages: &str, more: &[&str]| {
-        let plan = student(&place, stages, more).plan();
+        let plan = parsed(&place, stages, more).and_then(|pipe| pipe.plan());
         Findings(plan.err().expect("a refusal")).to_string()
     };
     let text = findings(DISTILL, &["distill.temperature=0.5"]);

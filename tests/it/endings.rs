@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use verl::pipe::batch::Batch;
 use verl::pipe::pipe::{DataPipe, stage_fn};
+use verl::pipe::plan::Plannable;
 use verl::pipe::run::error::RunError;
 use verl::pipe::run::runner::RunOptions;
 use verl::pipe::run::trainer::{Trainer, TrainerOptions};

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use verl::pipe::config::read_pipeline;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
+use verl::pipe::plan::Plannable;
 use verl::pipe::plan::look::Look;
 
 use crate::kit::root;
@@ -80,7 +81,7 @@ fn findings(file: &Path, overrides: &[&str]) -> Vec<Diagnostic> {
     let look = Look::default();
     let plan = read_pipeline(file, overrides, &verl::registry());
     match plan.and_then(|pipe| pipe.check(&look).plan) {
-        Ok(plan) => plan.warnings,
+        Ok(plan) => plan.warnings().to_vec(),
         Err(findings) => findings,
     }
 }

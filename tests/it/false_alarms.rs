@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use verl::pipe::diagnostic::Findings;
+use verl::pipe::plan::Plannable;
 use verl::pipe::stage::ConfigError;
 
 use crate::pipelines::{files, read};

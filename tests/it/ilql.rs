@@ -1,6 +1,7 @@
 //! Offline: a policy and its value heads learn from a log.
 
 use verl::pipe::pipe::DataPipe;
+use verl::pipe::run::runner::Run;
 use verl::prelude::*;
 
 use crate::distillation::example;
@@ -140,10 +141,8 @@ fn a_log_can_be_a_file_and_its_errors_are_reported() {
         let data = format!("data.train={}", log.display());
         let pipe = tiny(&place, &[&[data.as_str()], more].concat());
         let plan = pipe.plan().map_err(Findings).expect("a plan");
-        let run = plan
-            .schedule()
-            .expect("a schedule")
-            .start(Default::default());
+        let schedule = plan.schedule().expect("a schedule");
+        let run = Run::start(schedule, Default::default());
         let step = run.map_err(|error| error.to_string())?.step();
         step.map(|step| step.metrics)
             .map_err(|error| error.to_string())

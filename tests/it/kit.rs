@@ -9,10 +9,11 @@ use verl::models::value_head::HeadKind;
 use verl::pipe::config::parse_pipeline;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
 use verl::pipe::pipe::DataPipe;
+use verl::pipe::plan::Plannable;
 use verl::pipe::registry::Registry;
 use verl::pipe::run::runner::{Run, RunOptions};
 use verl::pipe::run::trainer::{Trainer, TrainerOptions};
-use verl::pipe::stage::{BuildContext, ModelConfig};
+use verl::pipe::stage::{BuildContext, ModelFactory};
 use verl::prelude::{Init, OptimizerConfig};
 use verl::stages::model::{HeadInit, ValueLm};
 
@@ -187,9 +188,7 @@ pub fn start(pipe: &DataPipe) -> Run {
         .plan()
         .unwrap_or_else(|findings| panic!("{}", Findings(findings)));
     let schedule = plan.schedule().expect("one device group");
-    schedule
-        .start(RunOptions::default())
-        .expect("a started run")
+    Run::start(schedule, RunOptions::default()).expect("a started run")
 }
 
 /// The folder of a run that has ended.

@@ -8,6 +8,7 @@ use std::process::Command;
 use serde_json::{Value, json};
 use verl::pipe::diagnostic::{Diagnostic, Findings};
 use verl::pipe::pipe::DataPipe;
+use verl::pipe::plan::Plannable;
 use verl::pipe::plan::look::{Checked, Look};
 
 use crate::kit::{GRPO, Place, root, trainer};
@@ -56,7 +57,7 @@ fn parse(place: &Place, text: &str, more: &[&str]) -> DataPipe {
 /// Findings of a check, without the temporary folder.
 fn found(place: &Place, text: &str, more: &[&str]) -> Vec<Diagnostic> {
     match parse(place, text, more).check(&Look::default()).plan {
-        Ok(plan) => plan.warnings,
+        Ok(plan) => plan.warnings().to_vec(),
         Err(findings) => findings,
     }
 }
@@ -385,7 +386,7 @@ fn pipelines_that_run_have_no_finding_about_their_data() {
         };
         tried += 1;
         let of_data = plan
-            .warnings
+            .warnings()
             .iter()
             .filter(|finding| finding.code.starts_with('D'));
         assert_eq!(
@@ -393,7 +394,7 @@ fn pipelines_that_run_have_no_finding_about_their_data() {
             0,
             "{}: {:?}",
             file.display(),
-            plan.warnings
+            plan.warnings()
         );
         assert!(
             !rows.is_empty() && rows.iter().all(|rows| rows.tokenised > 0),

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use verl::pipe::diagnostic::{Diagnostic, Findings};
-use verl::pipe::plan::Plan;
 use verl::pipe::plan::memory::MemoryPlan;
+use verl::pipe::plan::{Plan, Plannable};
 use verl::pipe::stage::{Access, WorkKind};
 
 use crate::kit::{GRPO, Place};
@@ -89,27 +89,27 @@ fn plans() -> Vec<(String, Plan)> {
 fn every_stage_that_works_with_a_model_says_what_it_does() {
     let mut kinds = BTreeSet::new();
     for (name, plan) in plans() {
-        for stage in &plan.stages {
-            for (model, access) in &stage.spec.models {
-                let works = stage.spec.work.iter().filter(|work| work.model == *model);
+        for stage in plan.stages() {
+            for (model, access) in &stage.spec().models {
+                let works = stage.spec().work.iter().filter(|work| work.model == *model);
                 let works: Vec<WorkKind> = works.map(|work| work.kind).collect();
-                let place = format!("{name}: {} with {model}", stage.name);
+                let place = format!("{name}: {} with {model}", stage.name());
                 match access {
                     Access::Update => assert_eq!(works, [WorkKind::Training], "{place}"),
                     // Sources use only the tokenizer.
-                    Access::Read if stage.table_in.is_none() && stage.table_out.is_some() => {
+                    Access::Read if stage.table_in().is_none() && stage.table_out().is_some() => {
                         assert_eq!(works, [], "{place}");
                     }
                     Access::Read => assert_eq!(works.len(), 1, "{place}"),
                 }
-                kinds.insert(stage.kind.clone());
+                kinds.insert(stage.kind().to_owned());
             }
         }
         // Examples are small: their memory is known and far below that of any machine.
         let memory = plan.memory();
         assert!(memory.peak() > memory.permanent(), "{name}");
         assert!(
-            !plan.warnings.iter().any(|found| found.code == "S014"),
+            !plan.warnings().iter().any(|found| found.code == "S014"),
             "{name}"
         );
     }

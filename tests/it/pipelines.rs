@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use verl::pipe::config::read_pipeline;
 use verl::pipe::diagnostic::Findings;
 use verl::pipe::pipe::DataPipe;
+use verl::pipe::plan::Plannable;
 use verl::pipe::run::columns::Columns;
 use verl::pipe::stage::BuildContext;
 
@@ -105,10 +106,10 @@ fn every_file_is_a_plan() {
             .plan()
             .unwrap_or_else(|findings| panic!("{}: {}", file.display(), Findings(findings)));
         assert!(
-            plan.warnings.is_empty(),
+            plan.warnings().is_empty(),
             "{}: {:?}",
             file.display(),
-            plan.warnings
+            plan.warnings()
         );
         assert!(plan.to_string().contains(&pipe.name));
     }
@@ -128,19 +129,22 @@ fn one_temperature_is_enough_for_every_file() {
         let temperatures = |more: &[&str]| {
             let plan = plan_of(more);
             assert!(
-                plan.warnings.is_empty(),
+                plan.warnings().is_empty(),
                 "{}: {:?}",
                 file.display(),
-                plan.warnings
+                plan.warnings()
             );
-            let specs = plan.stages.iter().map(|stage| &stage.spec);
+            let specs = plan.stages().iter().map(|stage| stage.spec());
             let fields = specs.flat_map(|spec| spec.reads.iter().chain(&spec.writes));
             let tags = fields.filter_map(|field| field.tag.as_ref()?.temperature);
             tags.map(|temperature| temperature.to_string())
                 .collect::<std::collections::BTreeSet<_>>()
         };
         let whole = plan_of(&[]);
-        let samples = whole.stages.iter().any(|stage| stage.kind == "generate");
+        let samples = whole
+            .stages()
+            .iter()
+            .any(|stage| stage.kind() == "generate");
         let offline = temperatures(&[]);
         assert!(
             offline.is_empty() || offline.iter().eq(["1"]),
@@ -152,9 +156,16 @@ fn one_temperature_is_enough_for_every_file() {
             assert!(cooler.iter().eq(["0.7"]), "{}: {cooler:?}", file.display());
             // The run builds its stages with the values of the plan.
             let plan = plan_of(&["generate.temperature=0.7"]);
-            for stage in &plan.stages {
-                let built = (stage.build)(&plan.context).map_err(|errors| errors[0].to_string());
-                assert_eq!(built.expect("a stage").spec(), stage.spec, "{}", stage.name);
+            for stage in plan.stages() {
+                let built = stage
+                    .build(plan.context())
+                    .map_err(|errors| errors[0].to_string());
+                assert_eq!(
+                    &built.expect("a stage").spec(),
+                    stage.spec(),
+                    "{}",
+                    stage.name()
+                );
             }
         }
     }
@@ -169,14 +180,14 @@ fn every_schedule_follows_the_steps_of_the_run() {
         let pipe = read_with(&file, scratch.path(), &["steps=1000"]);
         let plan = pipe.plan().map_err(Findings).expect("a plan");
         assert!(
-            plan.warnings.is_empty(),
+            plan.warnings().is_empty(),
             "{}: {:?}",
             file.display(),
-            plan.warnings
+            plan.warnings()
         );
-        for model in &plan.pipe.models {
+        for model in &plan.pipe().models {
             let schedule = &model.config["optimizer"]["schedule"];
-            let steps = plan.context.optimizer_steps.get(&model.name);
+            let steps = plan.context().optimizer_steps.get(&model.name);
             if let (Some("linear" | "cosine"), Some(steps)) = (schedule["kind"].as_str(), steps) {
                 assert!(*steps >= 900, "{}: {steps}", file.display());
                 assert_eq!(schedule["total_steps"], *steps, "{}", file.display());

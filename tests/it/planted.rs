@@ -4,9 +4,8 @@ use std::collections::BTreeMap;
 
 use verl::pipe::batch::ArrowElement;
 use verl::pipe::schedule::placement::Schedule;
-use verl::pipe::trace::first_bad::{Fault, FirstBad, first_bad};
-use verl::pipe::trace::recorded::{RecordedBatch, RecordedStep};
-use verl::pipe::trace::replay::Replayer;
+use verl::pipe::trace::files::{RecordedBatch, RecordedStep};
+use verl::pipe::trace::replay::{Fault, FirstBad, Replayer, first_bad};
 use verl::prelude::*;
 
 use crate::kit::{Place, root};

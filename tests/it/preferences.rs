@@ -5,6 +5,7 @@ use std::fs;
 use verl::pipe::config::read_pipeline;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
 use verl::pipe::pipe::DataPipe;
+use verl::pipe::plan::Plannable;
 use verl::pipe::run::runner::StepOutput;
 
 use crate::kit::{Place, root, start, trainer};
@@ -267,7 +268,7 @@ fn invalid_settings_are_reported_before_the_run() {
         ("orpo_addition.toml", &["preferences.labels=label"]),
     ] {
         let findings = match read(&place, file, changes).and_then(|pipe| pipe.plan()) {
-            Ok(plan) => plan.warnings,
+            Ok(plan) => plan.warnings().to_vec(),
             Err(findings) => findings,
         };
         text += &format!(

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use verl::pipe::config::read_pipeline;
 use verl::pipe::run::runner::{Run, RunOptions};
-use verl::pipe::trace::diff::diff_step;
-use verl::pipe::trace::first_bad::first_bad;
-use verl::pipe::trace::recorded::{MemoryTap, RecordedStep, StepStart};
-use verl::pipe::trace::replay::{ReplayError, ReplayScope, Replayer};
+use verl::pipe::trace::compare::diff_step;
+use verl::pipe::trace::files::{RecordedStep, StepStart};
+use verl::pipe::trace::record::MemoryTap;
+use verl::pipe::trace::replay::{ReplayError, ReplayScope, Replayer, first_bad};
 use verl::prelude::*;
 
 use crate::kit::{GRPO, Place, root, save_value_model};
@@ -25,7 +25,7 @@ fn tapped(pipe: &DataPipe, tap: Arc<MemoryTap>, host_threads: usize) -> Run {
         ..RunOptions::default()
     };
     let schedule = plan.schedule().expect("one device group");
-    schedule.start(options).expect("a started run")
+    Run::start(schedule, options).expect("a started run")
 }
 
 /// Runs `steps` steps on a number of host threads and returns them as recorded, with states and versions of weights,
@@ -39,7 +39,7 @@ pub fn record_on(pipe: &DataPipe, steps: u64, host_threads: usize) -> (Vec<Recor
         let before = run.versions().expect("versions");
         run.step().expect("a step");
         let mut recorded = tap.step(step).expect("a recorded step");
-        recorded.seed = Some(run.schedule().plan.context.seed);
+        recorded.seed = Some(run.schedule().plan().context().seed);
         recorded.weights_after = run.versions().expect("versions");
         recorded.state = Some(StepStart::Snapshot(state));
         for (name, stage) in &mut recorded.stages {

@@ -10,6 +10,7 @@ use verl::pipe::cli;
 use verl::pipe::cli::schema::SchemaArgs;
 use verl::pipe::config::parse_pipeline;
 use verl::pipe::pipe::DataPipe;
+use verl::pipe::plan::Plannable;
 use verl::pipe::run::records::{RowErrorLine, RowStatus};
 use verl::pipe::run::trainer::{Trainer, TrainerOptions};
 use verl::pipe::schema::edges::PipelineEdges;

@@ -15,9 +15,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value};
 use verl::pipe::registry::Registry;
-use verl::pipe::schema::NOTE;
 use verl::pipe::schema::kinds::Catalogue;
-use verl::pipe::schema::pipeline_schema;
+use verl::pipe::schema::{NOTE, pipeline_schema};
 
 use crate::kit::root;
 use crate::source::{Item, items_of, sources};
@@ -166,7 +165,7 @@ fn items_with(file: &str, read: &str, instead: &str) -> Vec<Item> {
     }
     sources
         .iter()
-        .filter(|(path, _)| !path.starts_with("verl-pipe/src/plan/checks/"))
+        .filter(|(path, _)| !path.starts_with("verl-pipe/plan/src/checks/"))
         .flat_map(|(_, source)| items_of(source))
         .collect()
 }
@@ -319,7 +318,7 @@ fn taking_a_read_away_is_found() {
         // Other losses still read settings with the same name.
         (
             "verl-stages/src/losses/policy_losses.rs",
-            "GspoLoss { clip_low: own.clip_low, clip_high: own.clip_high }",
+            "GspoLoss { clip_low: own.clip_low, clip_high: own.clip_high }, ClipBounds::new(own.clip_low, own.clip_high)",
             "GspoLoss { clip_low: own.clip_low, clip_high: 0.0 }",
             &["parts/loss/gspo.clip_high"],
         ),
@@ -335,26 +334,26 @@ fn taking_a_read_away_is_found() {
             ],
         ),
         (
-            "verl-pipe/src/schedule/batching.rs",
+            "verl-pipe/plan/src/schedule/batching.rs",
             "num_devices, devices.rollout_tensor_parallel,",
             "num_devices, 1,",
             &["devices.rollout_tensor_parallel"],
         ),
         (
-            "verl-pipe/src/trace/recording.rs",
+            "verl-pipe/trace/src/record/recording.rs",
             "config.part_steps",
             "32",
             &["trace.part_steps"],
         ),
         (
-            "verl-pipe/src/trace/recorder.rs",
+            "verl-pipe/trace/src/record/recorder.rs",
             "self.config.weights_limit_mb",
             "1024",
             &["trace.weights_limit_mb"],
         ),
         (
-            "verl-pipe/src/run/trainer.rs",
-            "plan.pipe.run.console_every",
+            "verl-pipe/train/src/trainer.rs",
+            "plan.pipe().run.console_every",
             "1",
             // The command line creates its own console.
             &[],

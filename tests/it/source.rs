@@ -26,8 +26,20 @@ pub fn sources(root: &Path) -> Vec<(String, String)> {
     for package in [
         "src",
         "verl-algos/src",
+        "verl-models/decoder/src",
+        "verl-models/kernels/src",
+        "verl-models/rollout/src",
         "verl-models/src",
+        "verl-models/text/src",
+        "verl-pipe/declare/src",
+        "verl-pipe/plan/src",
+        "verl-pipe/rules/src",
+        "verl-pipe/run/src",
         "verl-pipe/src",
+        "verl-pipe/trace/src",
+        "verl-pipe/train/src",
+        "verl-pipe/view/src",
+        "verl-pipe/words/src",
         "verl-stages/src",
     ] {
         walk(&root.join(package), package, &mut all);

@@ -6,17 +6,17 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use verl::pipe::plan::Plannable;
 use verl::pipe::run::state::RunState;
 use verl::pipe::run::trainer::{Trainer, TrainerOptions};
-use verl::pipe::trace::format::{Reason, StepManifest};
-use verl::pipe::trace::rules::{Hit, Rule, Severity, StepView};
+use verl::pipe::trace::files::{Reason, StepManifest, TraceDir};
+use verl::pipe::trace::rules::{Hit, Rule, RuleSeverity, StepView};
 use verl::pipe::trace::stats::StatRow;
-use verl::pipe::trace::store::TraceDir;
 
 use crate::kit::{GRPO, Place, decided, start};
 
 fn state_before(trace: &TraceDir, manifest: &StepManifest) -> RunState {
-    let read = |of: &BTreeMap<String, verl::pipe::trace::format::StateRef>| {
+    let read = |of: &BTreeMap<String, verl::pipe::trace::files::StateRef>| {
         of.iter()
             .map(|(name, reference)| {
                 let stored = trace.state(reference).expect("reads");
@@ -73,8 +73,8 @@ impl Rule for StopAtThree {
     fn name(&self) -> &str {
         "stop_at_three"
     }
-    fn severity(&self) -> Severity {
-        Severity::Stop
+    fn severity(&self) -> RuleSeverity {
+        RuleSeverity::Stop
     }
     fn advice(&self) -> &str {
         "nothing"

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use verl::pipe::cli::train::DebugArgs;
 use verl::pipe::config::parse_pipeline;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
+use verl::pipe::plan::Plannable;
 use verl::pipe::registry::Registry;
 use verl::pipe::run::trainer::{Trainer, TrainerOptions};
 use verl::pipe::schema::pipeline_schema;
@@ -18,7 +19,7 @@ fn findings_for(trace: &str, more: &[&str]) -> Vec<Diagnostic> {
     let place = Place::new();
     let text = format!("{GRPO}\n[trace]\n{trace}\n");
     let found = place.parse(&text, "run", more).and_then(|pipe| pipe.plan());
-    found.map_or_else(|findings| findings, |plan| plan.warnings)
+    found.map_or_else(|findings| findings, |plan| plan.warnings().to_vec())
 }
 
 fn printed(findings: Vec<Diagnostic>) -> String {
@@ -133,7 +134,7 @@ fn each_invalid_setting_is_reported() {
         (
             "rules.blind_critic.severity = \"stop\"",
             "warning[C008]",
-            "no stage declares that it records a metric `explained_variance`",
+            "no stage declares that it records an explained variance of returns",
         ),
         (
             "[trace.rules.kl_blow_up]\nlimit = 2\n[trace.rules.kl_blow_up]\nlimit = 3",
@@ -223,7 +224,7 @@ fn what_flags_ask_for_is_checked_like_the_file() {
         flags.apply(&mut pipe.trace);
         let found = pipe
             .plan()
-            .map_or_else(|findings| findings, |plan| plan.warnings);
+            .map_or_else(|findings| findings, |plan| plan.warnings().to_vec());
         printed(found)
     };
     let step = debug(|flags| flags.steps = vec![99]);
@@ -259,7 +260,7 @@ fn limits_that_are_not_numbers_are_reported_in_rust_too() {
             .insert("grad_norm_spike".to_owned(), setting);
         let text = printed(
             pipe.plan()
-                .map_or_else(|findings| findings, |plan| plan.warnings),
+                .map_or_else(|findings| findings, |plan| plan.warnings().to_vec()),
         );
         assert!(
             text.starts_with("error[C005]: invalid setting `rules.grad_norm_spike.limit`"),
@@ -323,7 +324,7 @@ fn a_rule_that_was_added_in_rust_is_tuned_and_silenced_by_its_name() {
         let pipe = place.parse_with(&text, "run", &[], &registry);
         let pipe = pipe.unwrap_or_else(|findings| panic!("{}", Findings(findings)));
         let plan = pipe.plan().expect("a plan");
-        assert_eq!(printed(plan.warnings.clone()), "", "{trace}");
+        assert_eq!(printed(plan.warnings().to_vec()), "", "{trace}");
         let trainer = Trainer::with_options(plan, TrainerOptions::default());
         trainer
             .and_then(|mut trainer| trainer.train())

@@ -6,7 +6,7 @@ use std::cell::Cell;
 
 use burn::tensor::{Device, Tensor};
 use serde_json::Value;
-use verl::algos::kl::KlEstimator;
+use verl::algos::kl::{KlEstimator, KlEstimatorName};
 use verl::algos::losses::{
     ClippedPolicyLoss, Dpo, ImportanceKlLoss, Objective, PreferenceLoss, RatioLevel,
 };
@@ -154,7 +154,7 @@ fn a_step_of_grpo_is_that_of_trl() {
         ..MiniBatch::new(of_tokens)
     };
     // By default TRL weights the penalty with the ratio, and clamps nothing.
-    let estimator = KlEstimator::parse("k3_unclamped").expect("a name");
+    let estimator = KlEstimator::from(KlEstimatorName::K3Unclamped);
     let objective = Objective::new(Aggregation::TokenMean)
         .with(
             1.0,

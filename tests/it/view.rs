@@ -8,9 +8,8 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use serde_json::{Value, json};
+use verl::pipe::trace::files::{StatsWriter, TraceDir};
 use verl::pipe::trace::stats::StatRow;
-use verl::pipe::trace::stats_table::StatsWriter;
-use verl::pipe::trace::store::TraceDir;
 
 use crate::browser::{Browser, say};
 use crate::debug::pipe_debug;

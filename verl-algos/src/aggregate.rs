@@ -5,6 +5,7 @@
 //! that the parts of a mini-batch add up to the total for any division.
 
 use crate::error::{AlgoError, check_setting};
+use crate::names::names;
 
 /// How token losses E become one number, Σ_t w_t E_t. D is the number of data-parallel ranks, N tokens, B sequences,
 /// L_b a row's tokens.
@@ -36,56 +37,61 @@ pub enum Aggregation {
     SeqMeanTokenMean,
 }
 
-impl Aggregation {
-    /// The names of all aggregations.
-    pub const NAMES: &'static [&'static str] = &[
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-sum",
-        "seq-mean-token-sum-norm",
-        "seq-mean-token-mean",
-    ];
+names! {
+    /// The name of an aggregation of token losses.
+    #[derive(Default)]
+    AggregationName, "aggregation" {
+        /// Each token has the same weight (DAPO).
+        #[default]
+        TokenMean = "token-mean",
+        /// The sum over all tokens.
+        TokenSum = "token-sum",
+        /// The mean over responses of the sum over their tokens.
+        SeqMeanTokenSum = "seq-mean-token-sum",
+        /// The same, divided by `loss_scale_factor` (Dr. GRPO).
+        SeqMeanTokenSumNorm = "seq-mean-token-sum-norm",
+        /// The mean over responses of the mean over their tokens (the first GRPO, GSPO).
+        SeqMeanTokenMean = "seq-mean-token-mean",
+    }
+}
 
-    /// The aggregation with this name.
+impl Aggregation {
+    /// The aggregation with this name; `loss_scale_factor` is used only by `seq-mean-token-sum-norm`.
     ///
     /// # Errors
-    /// An unknown name; `seq-mean-token-sum-norm` without its `loss_scale_factor`, or with one that is not positive.
+    /// `seq-mean-token-sum-norm` without its `loss_scale_factor`, or with one that is not positive.
     /// # Differences
     /// verl falls back to the width of the padded batch, so that the loss depends on which rows share a batch. Here
     /// the factor has to be declared.
-    pub fn parse(name: &str, loss_scale_factor: Option<f64>) -> Result<Aggregation, AlgoError> {
-        match name {
-            "token-mean" => Ok(Aggregation::TokenMean),
-            "token-sum" => Ok(Aggregation::TokenSum),
-            "seq-mean-token-sum" => Ok(Aggregation::SeqMeanTokenSum),
-            "seq-mean-token-mean" => Ok(Aggregation::SeqMeanTokenMean),
-            "seq-mean-token-sum-norm" => {
-                let aggregation = Aggregation::SeqMeanTokenSumNorm {
-                    loss_scale_factor: loss_scale_factor.ok_or(AlgoError::MissingSetting {
-                        algorithm: "seq-mean-token-sum-norm",
-                        setting: "loss_scale_factor",
-                        reason: "declare the longest response in tokens; a batch's own width would make the loss depend on its rows",
-                    })?,
-                };
-                aggregation.check()?;
-                Ok(aggregation)
-            }
-            _ => Err(AlgoError::UnknownName {
-                what: "aggregation",
-                name: name.to_owned(),
-                known: Aggregation::NAMES.to_vec(),
-            }),
-        }
+    pub fn named(
+        name: AggregationName,
+        loss_scale_factor: Option<f64>,
+    ) -> Result<Aggregation, AlgoError> {
+        let aggregation = match name {
+            AggregationName::TokenMean => Aggregation::TokenMean,
+            AggregationName::TokenSum => Aggregation::TokenSum,
+            AggregationName::SeqMeanTokenSum => Aggregation::SeqMeanTokenSum,
+            AggregationName::SeqMeanTokenSumNorm => Aggregation::SeqMeanTokenSumNorm {
+                loss_scale_factor: loss_scale_factor.ok_or(AlgoError::MissingSetting {
+                    algorithm: name.as_str(),
+                    setting: "loss_scale_factor",
+                    reason: "declare the longest response in tokens; a batch's own width would make the loss depend on its rows",
+                })?,
+            },
+            AggregationName::SeqMeanTokenMean => Aggregation::SeqMeanTokenMean,
+        };
+        aggregation.check()?;
+        Ok(aggregation)
     }
 
     /// Its name.
-    pub fn name(&self) -> &'static str {
+    pub fn name(&self) -> AggregationName {
         match self {
-            Aggregation::TokenMean => "token-mean",
-            Aggregation::TokenSum => "token-sum",
-            Aggregation::SeqMeanTokenSum => "seq-mean-token-sum",
-            Aggregation::SeqMeanTokenSumNorm { .. } => "seq-mean-token-sum-norm",
-            Aggregation::SeqMeanTokenMean => "seq-mean-token-mean",
+            Aggregation::TokenMean => AggregationName::TokenMean,
+            Aggregation::TokenSum => AggregationName::TokenSum,
+            Aggregation::SeqMeanTokenSum => AggregationName::SeqMeanTokenSum,
+            Aggregation::SeqMeanTokenSumNorm { .. } => AggregationName::SeqMeanTokenSumNorm,
+            Aggregation::SeqMeanTokenMean => AggregationName::SeqMeanTokenMean,
         }
     }
 
@@ -165,7 +171,7 @@ pub fn token_weights(
     let divisor = |declared: Option<usize>, own: usize, unit: &'static str| {
         if declared.is_none() && counts.dp_size > 1 {
             return Err(AlgoError::MissingCount {
-                aggregation: aggregation.name(),
+                aggregation: aggregation.name().as_str(),
                 unit,
                 dp_size: counts.dp_size,
             });
@@ -213,8 +219,8 @@ mod tests {
     const ROWS: [usize; 6] = [0, 0, 0, 0, 1, 1];
 
     #[track_caller]
-    fn check(name: &str, counts: Counts, expected: f64) {
-        let aggregation = Aggregation::parse(name, Some(4.0)).unwrap();
+    fn check(name: AggregationName, counts: Counts, expected: f64) {
+        let aggregation = Aggregation::named(name, Some(4.0)).unwrap();
         assert_eq!(aggregation.name(), name);
         let weights = token_weights(aggregation, &ROWS, &counts).unwrap();
         let value: f64 = LOSSES.iter().zip(&weights).map(|(e, w)| e * w).sum();
@@ -223,12 +229,16 @@ mod tests {
 
     #[test]
     fn by_hand() {
-        check("token-mean", Counts::LOCAL, 40.0 / 6.0);
-        check("token-sum", Counts::LOCAL, 40.0);
-        check("seq-mean-token-sum", Counts::LOCAL, 20.0);
-        check("seq-mean-token-sum", Counts::declared(6, 3), 40.0 / 3.0);
-        check("seq-mean-token-sum-norm", Counts::LOCAL, 5.0);
-        check("seq-mean-token-mean", Counts::LOCAL, 8.75);
+        check(AggregationName::TokenMean, Counts::LOCAL, 40.0 / 6.0);
+        check(AggregationName::TokenSum, Counts::LOCAL, 40.0);
+        check(AggregationName::SeqMeanTokenSum, Counts::LOCAL, 20.0);
+        check(
+            AggregationName::SeqMeanTokenSum,
+            Counts::declared(6, 3),
+            40.0 / 3.0,
+        );
+        check(AggregationName::SeqMeanTokenSumNorm, Counts::LOCAL, 5.0);
+        check(AggregationName::SeqMeanTokenMean, Counts::LOCAL, 8.75);
     }
 
     #[test]
@@ -238,18 +248,17 @@ mod tests {
             sequences: None,
             dp_size: 2,
         };
-        check("token-mean", counts, 2.0 * 40.0 / 12.0);
+        check(AggregationName::TokenMean, counts, 2.0 * 40.0 / 12.0);
         let error = token_weights(Aggregation::SeqMeanTokenSum, &ROWS, &counts).unwrap_err();
         assert!(error.to_string().contains("sequences"), "{error}");
     }
 
     #[test]
     fn rejects_invalid_aggregations() {
-        let error = Aggregation::parse("seq-mean-token-sum-norm", None).unwrap_err();
+        let norm = |factor| Aggregation::named(AggregationName::SeqMeanTokenSumNorm, factor);
+        let error = norm(None).unwrap_err();
         assert!(error.to_string().contains("loss_scale_factor"), "{error}");
-        assert!(Aggregation::parse("seq-mean-token-sum-norm", Some(0.0)).is_err());
-        let error = Aggregation::parse("mean", None).unwrap_err();
-        assert!(error.to_string().contains("token-mean"), "{error}");
+        assert!(norm(Some(0.0)).is_err());
         let none = Counts::declared(0, 0);
         assert!(token_weights(Aggregation::TokenMean, &ROWS, &none).is_err());
         assert_eq!(

@@ -19,6 +19,7 @@ use burn::tensor::Tensor;
 use crate::error::{AlgoError, check_finite, check_kl_coef};
 use crate::functions::exp;
 use crate::masked;
+use crate::names::names;
 use crate::ragged::Ragged;
 
 /// Bound of the exponent of k3: sums with e^20 are still accurate in f32.
@@ -47,7 +48,7 @@ pub enum KlValue {
 /// δ: a number, or `[M]`, one per token; the result has the same shape.
 /// # Differences
 /// k3 has verl's clamps: −δ to ±20 and the value to ±10, beyond which its gradient is 0. TRL has none (`k3_unclamped`);
-/// OpenRLHF clamps every estimator to ±10. verl's `full` needs complete distributions and is rejected, as in verl.
+/// OpenRLHF clamps every estimator to ±10. verl's `full` needs complete distributions and is not available, as in verl.
 /// # Source
 /// Schulman 2020, "Approximating KL divergence"; the names and `+` are verl's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,53 +59,72 @@ pub struct KlEstimator {
     pub straight_through: bool,
 }
 
-impl KlEstimator {
-    /// The names of all estimators; each may be followed by `+`.
-    pub const NAMES: &'static [&'static str] = &[
-        "kl",
-        "k1",
-        "abs",
-        "mse",
-        "k2",
-        "low_var_kl",
-        "k3",
-        "k3_unclamped",
-    ];
+names! {
+    /// The name of an estimator of the KL to the reference.
+    KlEstimatorName, "KL estimator" {
+        /// verl's name of `k1`.
+        Kl = "kl",
+        /// verl's name of `k1+`.
+        KlPlus = "kl+",
+        /// δ = ℓ − ℓ_ref: unbiased, may be negative.
+        K1 = "k1",
+        /// The value of `k1` with the gradient of `k2`.
+        K1Plus = "k1+",
+        /// |δ|.
+        Abs = "abs",
+        /// The value of `abs` with the gradient of `k2`.
+        AbsPlus = "abs+",
+        /// verl's name of `k2`.
+        Mse = "mse",
+        /// verl's name of `k2+`.
+        MsePlus = "mse+",
+        /// δ²/2: its gradient is an unbiased gradient of the KL.
+        K2 = "k2",
+        /// The same as `k2`.
+        K2Plus = "k2+",
+        /// verl's name of `k3`.
+        LowVarKl = "low_var_kl",
+        /// verl's name of `k3+`.
+        LowVarKlPlus = "low_var_kl+",
+        /// e^{−δ} + δ − 1 with verl's clamps: unbiased up to these, never negative.
+        K3 = "k3",
+        /// The value of `k3` with the gradient of `k2`.
+        K3Plus = "k3+",
+        /// e^{−δ} + δ − 1: unbiased, never negative (TRL).
+        K3Unclamped = "k3_unclamped",
+        /// The value of `k3_unclamped` with the gradient of `k2`.
+        K3UnclampedPlus = "k3_unclamped+",
+    }
+}
 
+impl From<KlEstimatorName> for KlEstimator {
+    fn from(name: KlEstimatorName) -> KlEstimator {
+        use KlEstimatorName as Name;
+        let (value, straight_through) = match name {
+            Name::Kl | Name::K1 => (KlValue::K1, false),
+            Name::KlPlus | Name::K1Plus => (KlValue::K1, true),
+            Name::Abs => (KlValue::Abs, false),
+            Name::AbsPlus => (KlValue::Abs, true),
+            Name::Mse | Name::K2 => (KlValue::K2, false),
+            Name::MsePlus | Name::K2Plus => (KlValue::K2, true),
+            Name::LowVarKl | Name::K3 => (KlValue::K3, false),
+            Name::LowVarKlPlus | Name::K3Plus => (KlValue::K3, true),
+            Name::K3Unclamped => (KlValue::K3Unclamped, false),
+            Name::K3UnclampedPlus => (KlValue::K3Unclamped, true),
+        };
+        KlEstimator {
+            value,
+            straight_through,
+        }
+    }
+}
+
+impl KlEstimator {
     /// The k3 estimator with its own gradient.
     pub const K3: KlEstimator = KlEstimator {
         value: KlValue::K3,
         straight_through: false,
     };
-
-    /// The estimator with this name.
-    ///
-    /// # Errors
-    /// An unknown name. This includes verl's `full` (over the vocabulary), which verl rejects too.
-    pub fn parse(name: &str) -> Result<KlEstimator, AlgoError> {
-        let (base, straight_through) = match name.strip_suffix('+') {
-            Some(base) => (base, true),
-            None => (name, false),
-        };
-        let value = match base {
-            "kl" | "k1" => KlValue::K1,
-            "abs" => KlValue::Abs,
-            "mse" | "k2" => KlValue::K2,
-            "low_var_kl" | "k3" => KlValue::K3,
-            "k3_unclamped" => KlValue::K3Unclamped,
-            _ => {
-                return Err(AlgoError::UnknownName {
-                    what: "KL estimator",
-                    name: name.to_owned(),
-                    known: KlEstimator::NAMES.to_vec(),
-                });
-            }
-        };
-        Ok(KlEstimator {
-            value,
-            straight_through,
-        })
-    }
 
     /// Value for one token, nats.
     pub fn value(&self, log_prob: f64, ref_log_prob: f64) -> f64 {
@@ -208,8 +228,8 @@ mod tests {
     use crate::tensor::test::{gradient, read};
 
     #[track_caller]
-    fn check(name: &str, delta: f64, expected: f64) {
-        let estimator = KlEstimator::parse(name).unwrap();
+    fn check(name: KlEstimatorName, delta: f64, expected: f64) {
+        let estimator = KlEstimator::from(name);
         let value = estimator.value(delta - 1.0, -1.0);
         assert!((value - expected).abs() < 1e-5, "{name}({delta}) = {value}");
         let (values, _) = gradient(&[delta - 1.0], |l| {
@@ -224,25 +244,25 @@ mod tests {
 
     #[test]
     fn by_hand() {
-        check("k1", -5.0, -5.0);
-        check("abs", -5.0, 5.0);
-        check("k2", 5.0, 12.5);
-        check("k3", 0.1, 0.004837);
-        check("k3", -0.1, 0.005171);
-        check("k3", 1.0, 0.367879);
-        check("k3", -1.0, 0.718282);
-        check("k3", 5.0, 4.006738);
-        check("k3", -5.0, 10.0);
-        check("k3", 30.0, 10.0);
-        check("k3", -30.0, 10.0);
-        check("k3_unclamped", -5.0, 142.413159);
-        check("k3+", 1.0, 0.367879);
+        check(KlEstimatorName::K1, -5.0, -5.0);
+        check(KlEstimatorName::Abs, -5.0, 5.0);
+        check(KlEstimatorName::K2, 5.0, 12.5);
+        check(KlEstimatorName::K3, 0.1, 0.004837);
+        check(KlEstimatorName::K3, -0.1, 0.005171);
+        check(KlEstimatorName::K3, 1.0, 0.367879);
+        check(KlEstimatorName::K3, -1.0, 0.718282);
+        check(KlEstimatorName::K3, 5.0, 4.006738);
+        check(KlEstimatorName::K3, -5.0, 10.0);
+        check(KlEstimatorName::K3, 30.0, 10.0);
+        check(KlEstimatorName::K3, -30.0, 10.0);
+        check(KlEstimatorName::K3Unclamped, -5.0, 142.413159);
+        check(KlEstimatorName::K3Plus, 1.0, 0.367879);
     }
 
     #[test]
     fn a_plus_takes_the_gradient_of_k2() {
         for name in ["k1+", "abs+", "k2+", "k3+", "k3_unclamped+", "k2"] {
-            let estimator = KlEstimator::parse(name).unwrap();
+            let estimator = KlEstimator::from(name.parse::<KlEstimatorName>().unwrap());
             let (_, grad) = gradient(&[-0.5, -3.0], |l| {
                 let reference = l.clone().detach() * 0.0 - 1.0;
                 estimator.tensor(l, reference)
@@ -261,11 +281,11 @@ mod tests {
     }
 
     #[test]
-    fn unknown_names_are_rejected() {
-        assert!(KlEstimator::parse("full").is_err());
-        assert!(KlEstimator::parse("k4").is_err());
-        let text = KlEstimator::parse("k4+").unwrap_err().to_string();
-        assert!(text.contains("low_var_kl"), "{text}");
+    fn names_with_a_plus_are_straight_through() {
+        for name in KlEstimatorName::ALL {
+            let straight_through = KlEstimator::from(*name).straight_through;
+            assert_eq!(straight_through, name.as_str().ends_with('+'), "{name}");
+        }
     }
 
     #[test]
@@ -275,7 +295,7 @@ mod tests {
         let old = Ragged::<f64>::from_rows([vec![-1.0, f64::NAN, -1.0], vec![], vec![-1.0]]);
         let reference = Ragged::<f64>::from_rows([vec![-2.0, 0.0, -1.5], vec![], vec![-0.5]]);
         let run = |coef| {
-            let k1 = KlEstimator::parse("k1").unwrap();
+            let k1 = KlEstimatorName::K1.into();
             kl_in_reward(&scores, &old, &reference, &actions, k1, coef)
         };
         let got = run(0.5).unwrap();
@@ -288,8 +308,8 @@ mod tests {
     #[test]
     fn the_tensor_form_is_the_plain_form() {
         let deltas = [-3.0, -0.2, 0.0, 0.7, 2.0];
-        for name in KlEstimator::NAMES {
-            let estimator = KlEstimator::parse(name).unwrap();
+        for name in KlEstimatorName::ALL {
+            let estimator = KlEstimator::from(*name);
             let log_probs = crate::tensor::test::constant(&deltas);
             let zeros = crate::tensor::test::constant(&[0.0; 5]);
             let tensor = read(estimator.tensor(log_probs, zeros));

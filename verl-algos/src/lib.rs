@@ -40,13 +40,14 @@ pub mod kl_control;
 pub mod log_probs;
 pub mod losses;
 pub mod masked;
+mod names;
 mod preferences;
 mod ragged;
 pub mod rewards;
 pub mod rollout_correction;
 mod tensor;
 
-pub use aggregate::{Aggregation, Counts};
+pub use aggregate::{Aggregation, AggregationName, Counts};
 pub use batch::{MicroBatch, MiniBatch};
 pub use cut::CutUnit;
 pub use error::AlgoError;

@@ -17,6 +17,10 @@ use std::fmt;
 use std::path::Path;
 
 use burn::tensor::{Device, Int, Tensor};
+use verl_kernels::random::{DrawKey, Purpose};
+use verl_rollout::engine::{
+    FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
+};
 
 pub use values::check_values;
 
@@ -24,10 +28,6 @@ use probe::{TOLERANCE, apart, ids, one_step, sequences, unmoved, weights};
 
 use crate::model::{ModelError, ModelInterface, PolicyModel, ScoreRow, TrainedModel};
 use crate::policy::Policy;
-use crate::random::{DrawKey, Purpose};
-use crate::rollout::engine::{
-    FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
-};
 
 /// A logit this close to the largest may be chosen instead of it.
 const TIE: f32 = 1e-4;

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use burn::module::{Module, Param};
 use burn::tensor::TensorData;
 use serde_json::{Value, json};
+use verl_decoder::hf::SaveDType;
 
 use super::*;
-use crate::hf::SaveDType;
 use crate::model::ValueInterface;
 use crate::value_head::{FreshHead, HeadInit, HeadKind};
 use crate::{Decoder, FAMILIES, ValueDecoder, toy::Toy};
@@ -43,7 +43,7 @@ fn folder(model_type: &str, dir: &Path) -> PathBuf {
 fn decoders_of_every_family_conform() {
     for family in FAMILIES {
         let dir = tempfile::tempdir().expect("a temporary folder");
-        let origin = crate::hf::Origin::read(&folder(family.model_type, dir.path()));
+        let origin = verl_decoder::hf::Origin::read(&folder(family.model_type, dir.path()));
         let origin = origin.expect("a config.json");
         let config = origin.decoder_config().expect("a known family");
         let mut decoder = Decoder::random(config, 11, &Device::flex()).with_origin(origin);
@@ -151,7 +151,7 @@ impl ModelInterface for Faulty {
                 _ => {}
             }
         }
-        crate::rollout::eager::generate(self, &requests, settings, &mut |at, mut output| {
+        verl_rollout::eager::generate(self, &requests, settings, &mut |at, mut output| {
             match self.fault {
                 Fault::DropsAnswers if at == 1 => return Ok(()),
                 Fault::WrongLogProbs => output.log_probs.iter_mut().for_each(|x| *x -= 0.01),
@@ -226,7 +226,7 @@ fn a_model_that_loses_its_weights_is_found() {
 fn value_heads_of_every_family_conform() {
     for (family, kind) in FAMILIES.iter().zip(HeadKind::ALL.into_iter().cycle()) {
         let dir = tempfile::tempdir().expect("a temporary folder");
-        let origin = crate::hf::Origin::read(&folder(family.model_type, dir.path()));
+        let origin = verl_decoder::hf::Origin::read(&folder(family.model_type, dir.path()));
         let config = origin.and_then(|origin| origin.decoder_config());
         let decoder = Decoder::random(config.expect("a known family"), 11, &Device::flex());
         let init = HeadInit::Normal { seed: 11 };

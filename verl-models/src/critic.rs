@@ -1,17 +1,15 @@
 //! A value model with its optimiser, as stages use it: a critic or a reward model.
 
-use std::any::Any;
 use std::path::Path;
 
 use burn::tensor::{DType, Device, Tensor};
+use verl_kernels as kernels;
 
-use crate::model::{
-    ModelError, PackedValues, ScoreRow, StepReport, TrainedModel, ValueInterface, ValueModel,
-};
+use crate::model::{ModelError, PackedValues, ScoreRow, TrainedModel, ValueInterface, ValueModel};
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::packing::{Layout, TrainingBatch};
 use crate::rows::{self, Call, CallLimits};
-use crate::trained::Trained;
+use crate::trained::{Trained, trained_model};
 
 /// A value model with an optimiser, or a frozen one without.
 ///
@@ -192,52 +190,12 @@ impl<M: ValueInterface> ValueModel for Critic<M> {
             let values = at_least_f32(module.values(ids)).reshape([rows.len() * width]);
             let places = last.iter().enumerate();
             let places = places.map(|(row, last)| (row * width + last) as i32);
-            loss(values.select(0, rows::indices(places.collect(), device)))
+            loss(values.select(0, kernels::indices(places.collect(), device)))
         })
     }
 }
 
-impl<M: ValueInterface> TrainedModel for Critic<M> {
-    fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
-        self.trained.optimizer_step()
-    }
-
-    fn optimizer_steps(&self) -> u64 {
-        self.trained.optimizer_steps()
-    }
-
-    fn weights_hash(&self) -> String {
-        self.trained.weights_hash()
-    }
-
-    fn snapshot(&self) -> Box<dyn Any + Send + Sync> {
-        self.trained.snapshot()
-    }
-
-    fn restore(&mut self, snapshot: &(dyn Any + Send + Sync)) -> bool {
-        self.trained.restore(snapshot)
-    }
-
-    fn store(&self, snapshot: &(dyn Any + Send + Sync)) -> Result<Option<Vec<u8>>, ModelError> {
-        self.trained.store(snapshot)
-    }
-
-    fn recall(&self, bytes: &[u8]) -> Result<Option<Box<dyn Any + Send + Sync>>, ModelError> {
-        self.trained.recall(bytes).map(Some)
-    }
-
-    fn save(&self, dir: &Path) -> Result<(), ModelError> {
-        self.trained.exported().save(dir)
-    }
-
-    fn vocab_size(&self) -> usize {
-        self.module().vocab_size()
-    }
-
-    fn max_tokens(&self) -> usize {
-        self.module().max_tokens()
-    }
-}
+trained_model!(Critic<M>, trained, M: ValueInterface);
 
 #[cfg(test)]
 #[path = "critic_tests.rs"]

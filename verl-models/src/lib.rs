@@ -1,6 +1,7 @@
-//! Decoder language models on burn: Hugging Face folders, tokenizers, rollout engines, optimisers.
+//! Models that are trained: policies, critics, reward models, ILQL; their optimiser, memory, conformance and benches.
 //!
-//! This crate knows nothing of pipelines.
+//! Also re-exports what the crates below it offer: kernels, text, the decoder, rollout engines. This crate knows nothing of
+//! pipelines.
 
 #![cfg_attr(
     test,
@@ -11,53 +12,38 @@
 )]
 
 pub mod agreement;
-mod allocation;
 pub mod bench;
-pub mod blocks;
-pub mod chat_template;
-pub mod compiled;
 pub mod conformance;
 pub mod critic;
-pub mod decoder;
-pub mod device;
-pub mod families;
-pub mod files;
-pub mod gguf;
-pub mod hf;
 pub mod ilql;
-#[cfg(any(feature = "cuda", test))]
-mod kernel_text;
-pub mod kernels;
-mod lanes;
 pub mod memory;
 pub mod model;
 pub mod optim;
 mod packing;
-pub mod parameters;
 pub mod policy;
-pub mod prefixes;
-pub mod random;
-pub mod registers;
-pub mod rollout;
 mod rows;
-pub mod scoring;
-pub mod targets;
-pub mod tokenizer;
 #[cfg(test)]
 mod toy;
 mod trained;
-mod unset;
 pub mod value_head;
-mod vector;
 mod weights;
 
-pub use decoder::{Decoder, DecoderConfig};
 pub use value_head::ValueDecoder;
+pub use verl_decoder::{Decoder, DecoderConfig, FAMILIES};
+pub use verl_decoder::{blocks, decoder, families, gguf, hf, parameters};
+pub use verl_kernels::{compiled, device, prefixes, random, registers, scoring};
+pub use verl_text::{chat_template, files, targets, tokenizer};
 
-/// The families of models that can be loaded, in order of their names.
-pub const FAMILIES: &[families::Family] = &[
-    families::LLAMA,
-    families::QWEN2,
-    families::QWEN3,
-    families::SMOLLM,
-];
+/// Fused operations of decoders, with their own backward passes.
+pub mod kernels {
+    pub use verl_kernels::{
+        AttentionParameters, AttentionShape, BlockOps, DecoderGradients, DecoderOps, HalfSettings,
+        Heads, Products, Sequences, are_fused, attention, attention_block, attention_is_fused,
+        blocks_are_fused, linear, mlp_block, rms_norm, swiglu, take_rows,
+    };
+}
+
+/// Rollout engines: prompts in, sampled responses out.
+pub mod rollout {
+    pub use verl_rollout::{EngineKind, batched, eager, engine, sampling, stop};
+}

@@ -6,24 +6,16 @@
 //! of gradients (2.0 GB) exist before the backward pass, which is true from the second micro-batch on.
 
 use burn::tensor::DType;
+use verl_decoder::decoder::DecoderConfig;
+use verl_kernels::device::DeviceKind;
+use verl_kernels::{KEPT_LOGIT_BYTES, LOGIT_BYTES};
+use verl_rollout::batched::{CACHE_SHARE, MAX_ROWS};
 
-use crate::decoder::DecoderConfig;
-use crate::device;
-use crate::policy::TRAIN_CHUNK;
-use crate::rollout::batched::MAX_ROWS;
-use crate::rows::CallLimits;
+use crate::rows::{CallLimits, TRAIN_CHUNK};
 
-/// Maximum bytes of logits that GPU kernels have in memory at once, unless `TRAIN_CHUNK` tokens take more.
-pub(crate) const LOGIT_BYTES: usize = 768 << 20;
-
-/// Maximum bytes of logits that a GPU keeps from the forward for the backward pass.
-pub(crate) const KEPT_LOGIT_BYTES: usize = 3 << 30;
-
-/// Minimum and maximum rows of a rollout's buffers on a GPU; the number is a power of two.
+/// Minimum and maximum rows of a rollout's buffers on a GPU; the number is a power of two. The minimum is kept even if it
+/// takes more than [`CACHE_SHARE`].
 const GPU_ROWS: [usize; 2] = [16, 512];
-
-/// Share of a GPU's memory that keys and values of a rollout may take; at least [`GPU_ROWS`]`[0]` rows are kept.
-pub(crate) const CACHE_SHARE: f64 = 0.4;
 
 /// Working memory of a decoder, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -101,7 +93,7 @@ pub fn footprint(config: &DecoderConfig, usage: Usage<'_>) -> Footprint {
         scores_tokens,
         recompute,
     } = usage;
-    let on_gpu = device::has_bf16(device);
+    let on_gpu = DeviceKind::named(device).is_some_and(|kind| !kind.is_host());
     let element = dtype.size();
     let (layers, width) = (config.layers, config.hidden_size);
     let (query, key) = (config.heads.query, config.heads.key_value);
@@ -170,9 +162,25 @@ fn logits(config: &DecoderConfig, element: usize, on_gpu: bool) -> u64 {
 mod tests {
     use super::*;
     use crate::bench::preset;
+    use verl_decoder::families::decoder_config;
+    use verl_decoder::hf::config::Settings;
 
     fn qwen() -> DecoderConfig {
         preset("qwen2.5-0.5b").unwrap()
+    }
+
+    /// The largest sizes that [`decoder_config`] accepts: the limits in `families.rs` of `verl-decoder`.
+    fn largest() -> DecoderConfig {
+        let file = serde_json::json!({
+            "model_type": "llama", "num_hidden_layers": 1 << 12, "hidden_size": 1 << 20,
+            "intermediate_size": 1 << 20, "vocab_size": 1 << 24, "num_attention_heads": 1 << 12,
+            "num_key_value_heads": 1 << 12, "head_dim": 1 << 12, "max_position_embeddings": 1 << 30,
+        });
+        let settings = Settings {
+            path: "config.json".into(),
+            map: file.as_object().unwrap(),
+        };
+        decoder_config(&settings).unwrap()
     }
 
     const CPU: Usage<'_> = Usage {
@@ -233,6 +241,18 @@ mod tests {
         let cpu = footprint(&qwen(), CPU);
         assert_eq!((cpu.cache_rows, cpu.cache_share), ([1, 64], None));
         assert_eq!(cpu.kept_per_token, f32.kept_per_token);
+    }
+
+    #[test]
+    fn no_size_of_a_file_overflows_the_estimate() {
+        for recompute in [false, true] {
+            let usage = Usage {
+                dtype: DType::F32,
+                recompute,
+                ..GPU
+            };
+            assert!(footprint(&largest(), usage).copies > 0);
+        }
     }
 
     #[test]

@@ -13,143 +13,18 @@ mod listed;
 mod trained;
 mod value;
 
-use std::path::Path;
+use std::any::Any;
 
-use burn::module::Module;
-use burn::tensor::{Int, Tensor};
+use burn::tensor::Tensor;
+use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
-use crate::blocks::linear::linear;
-use crate::ilql::IlqlModel;
-use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
-use crate::rows;
-pub use crate::scoring::Extras;
+pub use verl_decoder::error::ModelError;
+pub use verl_kernels::scoring::Extras;
+pub use verl_rollout::interface::{ModelInterface, ParameterGroup};
 
 pub use listed::{ListedTokens, PackedListed, TopTokens};
 pub use trained::TrainedModel;
 pub use value::{PackedValues, ValueInterface, ValueModel};
-
-/// A causal language model on burn. Implement it for your own `#[derive(Module)]` struct to train it.
-///
-/// Dims: `B` rows, `S` tokens per row (right-padded inside a call), `D` width, `V` vocabulary.
-pub trait ModelInterface: Module + 'static {
-    /// Size of the vocabulary, `V`.
-    fn vocab_size(&self) -> usize;
-
-    /// Longest sequence in tokens, prompt and response together.
-    fn max_tokens(&self) -> usize;
-
-    /// Final hidden states, after the last norm.
-    ///
-    /// Rows are right-padded with any id; position s must not depend on positions after s.
-    ///
-    /// # Shapes
-    /// `ids`: `[B, S]`; result: `[B, S, D]`
-    fn hidden(&self, ids: Tensor<2, Int>) -> Tensor<3>;
-
-    /// Whether [`ModelInterface::hidden_packed`] is faster than padding. If so, on the CPU a sequence must get the same
-    /// bits whatever the other sequences are, because calls there are not padded to a fixed size.
-    fn packs(&self) -> bool {
-        false
-    }
-
-    /// [`ModelInterface::hidden`] of concatenated sequences of these lengths, each at least 1. By default they are
-    /// padded to the longest.
-    ///
-    /// # Shapes
-    /// `ids`: `[N]`, with `N` the sum of `lengths`; result: `[N, D]`
-    fn hidden_packed(&self, ids: Tensor<1, Int>, lengths: &[usize]) -> Tensor<2> {
-        padded_hidden(self, ids, lengths)
-    }
-
-    /// Weight of the output head, so that logits are `hidden · headᵀ`. A tied model returns its embedding.
-    ///
-    /// # Shapes
-    /// result: `[V, D]`
-    fn head(&self) -> Tensor<2>;
-
-    /// Logits of every position.
-    ///
-    /// # Shapes
-    /// `ids`: `[B, S]`; result: `[B, S, V]`
-    fn forward(&self, ids: Tensor<2, Int>) -> Tensor<3> {
-        let hidden = self.hidden(ids);
-        let [b, s, d] = hidden.dims();
-        let head = self.head();
-        let v = head.dims()[0];
-        let hidden = hidden.reshape([b * s, d]);
-        linear(hidden, head).reshape([b, s, v])
-    }
-
-    /// Samples responses; `on_done(index, output)` is called as soon as each request is complete, in any order.
-    ///
-    /// The default is the plain engine ([`rollout::eager`](crate::rollout::eager)), which recomputes the entire prefix
-    /// for each token; a model with a KV cache overrides it.
-    ///
-    /// # Errors
-    /// A request is longer than the context, settings are invalid, or `on_done` returned an error.
-    fn generate(
-        &self,
-        requests: &[RolloutRequest],
-        settings: &SamplingSettings,
-        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
-    ) -> Result<(), RolloutError> {
-        crate::rollout::eager::generate(self, requests, settings, on_done)
-    }
-
-    /// How the optimiser treats the parameter with this name and rank. By default vectors (norms, biases) do not decay.
-    fn parameter_group(&self, _name: &str, rank: usize) -> ParameterGroup {
-        ParameterGroup::of_rank(rank)
-    }
-
-    /// Writes the model to `dir`.
-    ///
-    /// # Errors
-    /// Files cannot be written.
-    fn save(&self, dir: &Path) -> Result<(), ModelError>;
-}
-
-/// [`ModelInterface::hidden_packed`] implemented by padding.
-pub(crate) fn padded_hidden<M: ModelInterface>(
-    model: &M,
-    ids: Tensor<1, Int>,
-    lengths: &[usize],
-) -> Tensor<2> {
-    let device = ids.device();
-    let (places, sources, width) = rows::padding(lengths);
-    let ids = ids.select(0, rows::indices(sources, &device));
-    let hidden = model.hidden(ids.reshape([lengths.len(), width]));
-    let [b, s, d] = hidden.dims();
-    let places = rows::indices(places, &device);
-    hidden.reshape([b * s, d]).select(0, places)
-}
-
-/// How the optimiser treats a parameter.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ParameterGroup {
-    /// Whether weight decay applies.
-    pub decays: bool,
-    /// Factor on the learning rate; 0 freezes.
-    pub learning_rate_scale: f64,
-}
-
-impl ParameterGroup {
-    /// Matrices decay, vectors (norms, biases) do not.
-    pub fn of_rank(rank: usize) -> Self {
-        ParameterGroup {
-            decays: rank >= 2,
-            ..ParameterGroup::default()
-        }
-    }
-}
-
-impl Default for ParameterGroup {
-    fn default() -> Self {
-        ParameterGroup {
-            decays: true,
-            learning_rate_scale: 1.0,
-        }
-    }
-}
 
 /// One sequence to be scored or trained on.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -194,8 +69,8 @@ pub struct StepReport {
 }
 
 /// A language model with its optimiser, as stages use it; object-safe. Implemented by
-/// [`Policy`](crate::policy::Policy).
-pub trait PolicyModel: TrainedModel {
+/// [`Policy`](crate::policy::Policy). Whoever needs more than this interface downcasts it, which [`Any`] allows.
+pub trait PolicyModel: TrainedModel + Any {
     /// See [`ModelInterface::generate`].
     ///
     /// # Errors
@@ -266,111 +141,4 @@ pub trait PolicyModel: TrainedModel {
             what: "log-probs of listed tokens",
         })
     }
-
-    /// This model as one with ILQL's heads, if it has them.
-    fn ilql(&mut self) -> Option<&mut dyn IlqlModel> {
-        None
-    }
-}
-
-/// Errors of a model.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ModelError {
-    /// A sequence that is longer than the context.
-    #[error("row {row} has {tokens} tokens, but the model's context is limited to {limit}")]
-    TooLong {
-        /// Position of the row.
-        row: usize,
-        /// Its tokens, prompt and response.
-        tokens: usize,
-        /// Longest sequence.
-        limit: usize,
-    },
-    /// A token id outside the vocabulary.
-    #[error("row {row} contains token id {id}, but the vocabulary ends at {limit}")]
-    TokenId {
-        /// Position of the row.
-        row: usize,
-        /// The id.
-        id: u32,
-        /// Size of the vocabulary.
-        limit: usize,
-    },
-    /// A prompt without tokens.
-    #[error(
-        "row {row} has an empty prompt; a causal model needs at least one token before the response"
-    )]
-    EmptyPrompt {
-        /// Position of the row.
-        row: usize,
-    },
-    /// A loss or gradient that is not finite; nothing was changed.
-    #[error("{what} is not finite ({value}); the weights are unchanged")]
-    NonFinite {
-        /// Loss, or the name of a parameter's gradient.
-        what: String,
-        /// The value.
-        value: f64,
-    },
-    /// A loss that is not a single number.
-    #[error("the loss has {values} values, but a backward pass needs exactly 1")]
-    LossShape {
-        /// Elements of the tensor.
-        values: usize,
-    },
-    /// Lists of tokens that do not match the rows.
-    #[error(
-        "row {row} lists {got} tokens of the vocabulary, but needs {top_k} for each of its {tokens} response tokens"
-    )]
-    Listed {
-        /// Position of the row.
-        row: usize,
-        /// Ids listed.
-        got: usize,
-        /// Ids needed per response token.
-        top_k: usize,
-        /// Response tokens.
-        tokens: usize,
-    },
-    /// More tokens were requested than the vocabulary has, or none.
-    #[error(
-        "the {top_k} most probable tokens were requested, but the vocabulary allows 1 to {limit}"
-    )]
-    TopK {
-        /// Tokens requested.
-        top_k: usize,
-        /// Size of the vocabulary.
-        limit: usize,
-    },
-    /// A temperature by which logits cannot be divided.
-    #[error("the temperature is {temperature}, but it must be positive")]
-    Temperature {
-        /// The temperature.
-        temperature: f64,
-    },
-    /// An operation that this kind of model does not support.
-    #[error(
-        "this model does not provide {what}; use one that does, such as a decoder from a model folder"
-    )]
-    Unsupported {
-        /// What was requested.
-        what: &'static str,
-    },
-    /// A model without optimiser was asked to train.
-    #[error("the model is frozen: it was declared without an optimiser")]
-    Frozen,
-    /// Reading or writing files failed.
-    #[error("cannot {action} `{path}`: {reason}")]
-    File {
-        /// The failed action: read, write.
-        action: &'static str,
-        /// The file.
-        path: String,
-        /// Why.
-        reason: String,
-    },
-    /// Loading a folder failed; the message lists all problems.
-    #[error("{0}")]
-    Load(String),
 }

@@ -1,11 +1,11 @@
 //! Response tokens of padded rows, packed for the head, so that only they are multiplied by it.
 
 use burn::tensor::{Device, Int, Tensor};
+use verl_kernels as kernels;
+use verl_kernels::scoring::{Extras, TokenScores, linear_log_probs};
 
-use crate::kernels;
 use crate::model::{ModelInterface, ScoreRow};
 use crate::rows;
-use crate::scoring::{Extras, TokenScores, linear_log_probs};
 
 /// The response tokens of a call, concatenated.
 #[derive(Default)]
@@ -34,7 +34,7 @@ impl Packed {
 
     /// Positions, in the flattened call, of the states in which the tokens are chosen: `[N]`.
     pub(crate) fn states(&self, device: &Device) -> Tensor<1, Int> {
-        rows::indices(self.positions.clone(), device)
+        kernels::indices(self.positions.clone(), device)
     }
 
     /// Log-probs and extras of the packed tokens from the hidden states of the flattened call.
@@ -52,7 +52,7 @@ impl Packed {
     ) -> TokenScores {
         let ascending = self.positions.is_sorted();
         let hidden = kernels::take_rows(hidden, self.states(device), ascending); // [N, D]
-        let targets = rows::indices(self.targets.clone(), device);
+        let targets = kernels::indices(self.targets.clone(), device);
         // Greedy rollouts report log-probs at temperature 1.
         let temperature = if temperature == 0.0 { 1.0 } else { temperature };
         linear_log_probs(hidden, head, targets, temperature, extras, chunk)
@@ -150,7 +150,7 @@ impl TrainingBatch {
             }
             Layout::Packed => {
                 let ids = rows::packed_ids(picked.zip(self.lengths.iter().copied()));
-                module.hidden_packed(rows::indices(ids, device), &self.lengths)
+                module.hidden_packed(kernels::indices(ids, device), &self.lengths)
             }
         }
     }

@@ -2,24 +2,21 @@
 
 mod listed;
 
-use std::any::Any;
 use std::path::Path;
 
 use burn::tensor::{Device, Tensor};
+use verl_kernels as kernels;
+use verl_kernels::scoring::{Extras, TokenScores};
+use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
 use crate::model::{
     ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel, ScoreRow,
-    Scores, StepReport, TopTokens, TrainedModel,
+    Scores, TopTokens, TrainedModel,
 };
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::packing::{Layout, Packed, TrainingBatch};
-use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
-use crate::rows::{self, Call, CallLimits, PackedCall};
-use crate::scoring::{Extras, TokenScores};
-use crate::trained::Trained;
-
-/// Tokens whose logits are in memory at once while training.
-pub(crate) const TRAIN_CHUNK: usize = 256;
+use crate::rows::{self, Call, CallLimits, PackedCall, TRAIN_CHUNK};
+use crate::trained::{Trained, trained_model};
 
 /// A model with an optimiser, or a frozen one without.
 ///
@@ -72,13 +69,21 @@ impl<M: ModelInterface> Policy<M> {
     }
 }
 
+/// How calls without gradient score their tokens.
+#[derive(Debug, Clone, Copy)]
+struct Scoring {
+    temperature: f64,
+    extras: Extras,
+    limits: CallLimits,
+}
+
 /// Scores the rows of one padded call, in the order of its rows.
 fn score_call<M: ModelInterface>(
     module: &M,
     call: &Call,
     rows: &[ScoreRow<'_>],
     device: &Device,
-    (temperature, extras, limits): (f64, Extras, CallLimits),
+    scoring: Scoring,
 ) -> Vec<Scores> {
     let mut packed = Packed::default();
     for (place, &row) in call.rows.iter().enumerate() {
@@ -87,13 +92,18 @@ fn score_call<M: ModelInterface>(
         }
     }
     let tokens = packed.rows.len();
-    let chunk = limits.product_len(call, tokens);
+    let chunk = scoring.limits.product_len(call, tokens);
     packed.pad(tokens.next_multiple_of(chunk));
     let picked = call.rows.iter().map(|&row| &rows[row]);
     let ids = rows::padded_ids(picked, call.height, call.width, device);
     let hidden = module.hidden(ids);
     let [b, s, d] = hidden.dims();
     let hidden = hidden.reshape([b * s, d]);
+    let Scoring {
+        temperature,
+        extras,
+        ..
+    } = scoring;
     let found = packed.score(hidden, module.head(), device, temperature, extras, chunk);
     scores_of(&packed, found, call.rows.len())
 }
@@ -104,7 +114,7 @@ fn score_packed<M: ModelInterface>(
     call: &PackedCall,
     rows: &[ScoreRow<'_>],
     device: &Device,
-    (temperature, extras, limits): (f64, Extras, CallLimits),
+    scoring: Scoring,
 ) -> Vec<Scores> {
     let mut packed = Packed::default();
     let mut start = 0;
@@ -117,9 +127,14 @@ fn score_packed<M: ModelInterface>(
     let picked = call.rows.iter().map(|&row| &rows[row]);
     let mut ids = rows::packed_ids(picked.zip(call.lengths.iter().copied()));
     ids.resize(call.lengths.iter().sum(), 0);
-    let [chunk, tokens] = limits.packed_product(packed.rows.len());
+    let [chunk, tokens] = scoring.limits.packed_product(packed.rows.len());
     packed.pad(tokens);
-    let hidden = module.hidden_packed(rows::indices(ids, device), &call.lengths);
+    let hidden = module.hidden_packed(kernels::indices(ids, device), &call.lengths);
+    let Scoring {
+        temperature,
+        extras,
+        ..
+    } = scoring;
     let found = packed.score(hidden, module.head(), device, temperature, extras, chunk);
     scores_of(&packed, found, call.rows.len())
 }
@@ -158,7 +173,11 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
         self.check(rows)?;
         let device = self.trained.device();
         let limits = CallLimits::of(&device);
-        let settings = (temperature, extras, limits);
+        let scoring = Scoring {
+            temperature,
+            extras,
+            limits,
+        };
         let mut results = vec![Scores::default(); rows.len()];
         let mut keep = |rows: &[usize], scores: Vec<Scores>| {
             for (&row, scores) in rows.iter().zip(scores) {
@@ -169,7 +188,7 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
             let shared = rows::shared_lens(rows);
             let calls = rows::packed_calls(rows::input_lens(rows), &shared, limits);
             let scores = self.trained.run_calls(&calls, |module, call| {
-                score_packed(module, call, rows, &device, settings)
+                score_packed(module, call, rows, &device, scoring)
             });
             for (call, scores) in calls.iter().zip(scores) {
                 keep(&call.rows, scores);
@@ -177,7 +196,7 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
         } else {
             let calls = rows::calls(rows, self.max_tokens(), limits);
             let scores = self.trained.run_calls(&calls, |module, call| {
-                score_call(module, call, rows, &device, settings)
+                score_call(module, call, rows, &device, scoring)
             });
             for (call, scores) in calls.iter().zip(scores) {
                 keep(&call.rows, scores);
@@ -240,47 +259,7 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
     }
 }
 
-impl<M: ModelInterface> TrainedModel for Policy<M> {
-    fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
-        self.trained.optimizer_step()
-    }
-
-    fn optimizer_steps(&self) -> u64 {
-        self.trained.optimizer_steps()
-    }
-
-    fn weights_hash(&self) -> String {
-        self.trained.weights_hash()
-    }
-
-    fn snapshot(&self) -> Box<dyn Any + Send + Sync> {
-        self.trained.snapshot()
-    }
-
-    fn restore(&mut self, snapshot: &(dyn Any + Send + Sync)) -> bool {
-        self.trained.restore(snapshot)
-    }
-
-    fn store(&self, snapshot: &(dyn Any + Send + Sync)) -> Result<Option<Vec<u8>>, ModelError> {
-        self.trained.store(snapshot)
-    }
-
-    fn recall(&self, bytes: &[u8]) -> Result<Option<Box<dyn Any + Send + Sync>>, ModelError> {
-        self.trained.recall(bytes).map(Some)
-    }
-
-    fn save(&self, dir: &Path) -> Result<(), ModelError> {
-        self.trained.exported().save(dir)
-    }
-
-    fn vocab_size(&self) -> usize {
-        self.module().vocab_size()
-    }
-
-    fn max_tokens(&self) -> usize {
-        self.module().max_tokens()
-    }
-}
+trained_model!(Policy<M>, trained, M: ModelInterface);
 
 #[cfg(test)]
 #[path = "policy_tests.rs"]

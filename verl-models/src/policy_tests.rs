@@ -1,14 +1,14 @@
 use burn::module::Module;
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Int};
+use verl_decoder::decoder::Decoder;
+use verl_decoder::hf::SaveDType;
+use verl_decoder::parameters::{cast, visit_parameters};
+use verl_kernels::random::{DrawKey, Purpose};
 
 use super::*;
 use crate::bench::preset;
-use crate::decoder::Decoder;
-use crate::hf::SaveDType;
 use crate::optim::{GradientAccumulator, Schedule, TrainableParameters};
-use crate::parameters::{cast, visit_parameters};
-use crate::random::{DrawKey, Purpose};
 use crate::toy::{Toy, bits, close, rows, sequences};
 
 /// Rounding of f32 logits of size 1 under two orders of addition.

@@ -3,9 +3,12 @@
 use std::collections::BTreeMap;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use verl_kernels::device::DeviceKind;
 
 use crate::model::{ModelError, ScoreRow};
-use crate::policy::TRAIN_CHUNK;
+
+/// Tokens whose logits are in memory at once while training.
+pub(crate) const TRAIN_CHUNK: usize = 256;
 
 /// Lengths are padded to a multiple of an eighth of the next power of two, or of this if that is larger.
 const MIN_STEP: usize = 16;
@@ -25,7 +28,7 @@ pub(crate) struct CallLimits {
     /// Approximate tokens per packed call.
     packed: usize,
     /// Whether packed calls, and their products with the head, are padded to a fixed size. This is needed where the
-    /// order of additions depends on the sizes of operands. On the CPU it does not; see [`kernels`](crate::kernels).
+    /// order of additions depends on the sizes of operands. On the CPU it does not; see [`kernels`](verl_kernels).
     fills: bool,
 }
 
@@ -51,7 +54,7 @@ impl CallLimits {
 
     /// The sizes for this device.
     pub(crate) fn of(device: &Device) -> CallLimits {
-        CallLimits::named(*device != Device::flex())
+        CallLimits::named(!DeviceKind::of(device).is_host())
     }
 
     /// The sizes for a GPU or the CPU.
@@ -291,25 +294,6 @@ pub(crate) fn packed_calls(
     calls
 }
 
-/// Index maps for a model that needs rows of equal length: the position of each packed token in the padded rows; for
-/// each padded position, the packed token it contains; and the width of the padded rows.
-pub(crate) fn padding(lengths: &[usize]) -> (Vec<i32>, Vec<i32>, usize) {
-    let width = lengths.iter().copied().max().unwrap_or(0);
-    let (mut places, mut sources) = (Vec::new(), Vec::new());
-    for (row, &length) in lengths.iter().enumerate() {
-        let start = places.len();
-        places.extend((0..length).map(|at| (row * width + at) as i32));
-        sources.extend((0..width).map(|at| (start + at.min(length.saturating_sub(1))) as i32));
-    }
-    (places, sources, width)
-}
-
-/// A list of indices or ids on the device.
-pub(crate) fn indices(values: Vec<i32>, device: &Device) -> Tensor<1, Int> {
-    let length = values.len();
-    Tensor::from_data(TensorData::new(values, [length]), device)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -398,17 +382,6 @@ mod tests {
         // 949 and 49 tokens; the skipped row breaks the chain of shared prefixes, so the next call counts 959 and 1.
         let expected: [(&[usize], &[usize]); 2] = [(&[0, 1], &[949, 949]), (&[3, 4], &[959, 960])];
         assert_eq!(found, expected);
-    }
-
-    #[test]
-    fn padding_is_invertible() {
-        let (places, sources, width) = padding(&[2, 3, 1]);
-        assert_eq!(width, 3);
-        assert_eq!(places, [0, 1, 3, 4, 5, 6]);
-        assert_eq!(sources, [0, 1, 1, 2, 3, 4, 5, 5, 5]);
-        // Mapping a packed token to its padded position and back gives the same token.
-        let back: Vec<i32> = places.iter().map(|&at| sources[at as usize]).collect();
-        assert!(back.iter().enumerate().all(|(at, &from)| at as i32 == from));
     }
 
     #[test]

@@ -9,6 +9,7 @@ use burn::module::{Module, ParamId};
 use burn::tensor::{Device, Tensor};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
+use verl_kernels::device::DeviceKind;
 
 use crate::model::{ModelError, ParameterGroup, StepReport};
 use crate::optim::{
@@ -32,6 +33,63 @@ pub(crate) struct Training {
     pub(crate) accumulator: GradientAccumulator,
     optimizer: AdamW,
 }
+
+/// Implements [`TrainedModel`](crate::model::TrainedModel) for `$model` by its [`Trained`] module, which is the field
+/// `$trained`.
+macro_rules! trained_model {
+    ($model:ty, $($trained:ident).+ $(, $module:ident: $interface:path)?) => {
+        impl$(<$module: $interface>)? $crate::model::TrainedModel for $model {
+            fn optimizer_step(
+                &mut self,
+            ) -> Result<$crate::model::StepReport, $crate::model::ModelError> {
+                self.$($trained).+.optimizer_step()
+            }
+
+            fn optimizer_steps(&self) -> u64 {
+                self.$($trained).+.optimizer_steps()
+            }
+
+            fn weights_hash(&self) -> String {
+                self.$($trained).+.weights_hash()
+            }
+
+            fn snapshot(&self) -> Box<dyn std::any::Any + Send + Sync> {
+                self.$($trained).+.snapshot()
+            }
+
+            fn restore(&mut self, snapshot: &(dyn std::any::Any + Send + Sync)) -> bool {
+                self.$($trained).+.restore(snapshot)
+            }
+
+            fn store(
+                &self,
+                snapshot: &(dyn std::any::Any + Send + Sync),
+            ) -> Result<Option<Vec<u8>>, $crate::model::ModelError> {
+                self.$($trained).+.store(snapshot)
+            }
+
+            fn recall(
+                &self,
+                bytes: &[u8],
+            ) -> Result<Option<Box<dyn std::any::Any + Send + Sync>>, $crate::model::ModelError> {
+                self.$($trained).+.recall(bytes).map(Some)
+            }
+
+            fn save(&self, dir: &std::path::Path) -> Result<(), $crate::model::ModelError> {
+                self.$($trained).+.exported().save(dir)
+            }
+
+            fn vocab_size(&self) -> usize {
+                self.$($trained).+.module().vocab_size()
+            }
+
+            fn max_tokens(&self) -> usize {
+                self.$($trained).+.module().max_tokens()
+            }
+        }
+    };
+}
+pub(crate) use trained_model;
 
 /// Weights and optimiser at a point in time.
 struct Snapshot {
@@ -111,7 +169,7 @@ impl<M: Module> Trained<M> {
         let run = |(call, module): (&C, M)| run(&module, call);
         // A single call leaves cores idle, because only large products are split among threads. A GPU has one stream
         // per thread and one memory pool per stream, so there calls stay on this thread.
-        if self.device() == Device::flex() {
+        if DeviceKind::of(&self.device()).is_host() {
             jobs.into_par_iter().map(run).collect()
         } else {
             jobs.into_iter().map(run).collect()

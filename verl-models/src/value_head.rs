@@ -11,16 +11,16 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
+use verl_decoder::FAMILIES;
+use verl_decoder::blocks::linear::{Linear, linear};
+use verl_decoder::blocks::rope::Rope;
+use verl_decoder::decoder::{Backbone, Decoder, DecoderConfig};
+use verl_decoder::hf::weights::Checkpoint;
+use verl_decoder::hf::{self, LoadError, LoadReport};
+use verl_kernels::device::DeviceKind;
+use verl_kernels::random;
 
-use crate::FAMILIES;
-use crate::blocks::linear::{Linear, linear};
-use crate::blocks::rope::Rope;
-use crate::decoder::{Backbone, Decoder, DecoderConfig};
-use crate::device::is_cpu;
-use crate::hf::weights::Checkpoint;
-use crate::hf::{self, LoadError, LoadReport};
 use crate::model::{ModelError, ValueInterface};
-use crate::random;
 
 /// The architecture that a folder declares for a model with a label head; here there is always one label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -248,7 +248,7 @@ fn scores(x: Tensor<2>, head: &Linear) -> Tensor<1> {
         _ => DType::F32,
     };
     let (x, weight) = (x.cast(dtype), head.weight.val().cast(dtype));
-    let sums = match dtype == DType::F32 && is_cpu(&x.device()) {
+    let sums = match dtype == DType::F32 && DeviceKind::of(&x.device()).is_host() {
         true => linear(x, weight),
         false => (x * weight).sum_dim(1),
     };

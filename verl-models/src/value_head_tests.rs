@@ -1,12 +1,13 @@
 use std::fs;
 use std::path::PathBuf;
 
+use verl_decoder::hf::SaveDType;
+use verl_decoder::parameters::{named_parameters, visit_parameters};
+
 use super::*;
 use crate::critic::Critic;
-use crate::hf::SaveDType;
 use crate::model::{ModelInterface, PackedValues, ScoreRow, TrainedModel, ValueModel};
 use crate::optim::OptimizerConfig;
-use crate::parameters::{named_parameters, visit_parameters};
 
 const TIED: &str = "tiny-random-llama-tied";
 const QWEN3: &str = "tiny-random-qwen3";

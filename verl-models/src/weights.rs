@@ -4,8 +4,7 @@ use std::collections::HashMap;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
-
-use crate::device::is_cpu;
+use verl_kernels::device::DeviceKind;
 
 /// Flat views of all float parameters, in the order of the module; a parameter used twice is listed once.
 #[derive(Default)]
@@ -46,7 +45,10 @@ impl ModuleVisitor for Weights {
 
 /// The module with every matrix on a GPU made contiguous: burn pads its rows, and kernels would copy it each time.
 pub(crate) fn dense<M: Module>(module: M) -> M {
-    let cpu = module.devices().iter().all(is_cpu);
+    let cpu = module
+        .devices()
+        .iter()
+        .all(|device| DeviceKind::of(device).is_host());
     if cpu {
         module
     } else {

@@ -8,9 +8,11 @@ use std::sync::Arc;
 
 use arrow_array::{ArrayRef, UInt64Array};
 use criterion::{Criterion, criterion_group, criterion_main};
+use verl_pipe::batch::arrow::ArrowBatch;
 use verl_pipe::batch::{Batch, RowId};
 use verl_pipe::field::{Field, Key, Scalar};
 use verl_pipe::pipe::{DataPipe, StageDecl};
+use verl_pipe::plan::Plannable;
 use verl_pipe::run::runner::{Run, RunOptions};
 use verl_pipe::schedule::batching::BatchConfig;
 use verl_pipe::stage::{Cardinality, RowRule, Stage, StageContext, StageError, StageSpec};
@@ -90,9 +92,7 @@ fn chain(stages: usize, rows: usize, cardinality: Cardinality) -> Run {
         .plan()
         .and_then(|plan| plan.schedule())
         .expect("a valid chain");
-    schedule
-        .start(RunOptions::default())
-        .expect("nothing to load")
+    Run::start(schedule, RunOptions::default()).expect("nothing to load")
 }
 
 fn engine(criterion: &mut Criterion) {

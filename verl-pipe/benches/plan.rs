@@ -5,6 +5,7 @@ use std::hint::black_box;
 use criterion::{Criterion, criterion_group, criterion_main};
 use verl_pipe::keys::{PROMPTS, RESPONSES, REWARDS};
 use verl_pipe::pipe::{DataPipe, stage_fn};
+use verl_pipe::plan::Plannable;
 use verl_pipe::stage::{RowRule, StageContext, StageSpec};
 
 /// A source, an expansion, and a chain in which each stage reads the responses and the key before it.
@@ -61,9 +62,9 @@ fn filters(stages: usize) -> DataPipe {
 
 fn plan(criterion: &mut Criterion) {
     for (name, pipe) in [("chain", chain(1000)), ("filters", filters(1000))] {
-        assert_eq!(pipe.plan().map(|plan| plan.stages.len()).ok(), Some(1000));
+        assert_eq!(pipe.plan().map(|plan| plan.stages().len()).ok(), Some(1000));
         criterion.bench_function(&format!("check 1,000 stages, {name}"), |bencher| {
-            bencher.iter(|| black_box(&pipe).plan().map(|plan| plan.stages.len()))
+            bencher.iter(|| black_box(&pipe).plan().map(|plan| plan.stages().len()))
         });
     }
 }

@@ -17,17 +17,19 @@ use std::time::Instant;
 
 use arrow_schema::Field as ArrowField;
 use criterion::{Criterion, criterion_group, criterion_main};
+use verl_pipe::batch::arrow::ArrowBatch;
 use verl_pipe::batch::{Batch, RaggedColumn, RowId};
 use verl_pipe::field::Field;
 use verl_pipe::keys::{ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, RESPONSES, ROLLOUT_LOG_PROBS};
 use verl_pipe::pipe::{DataPipe, stage_fn};
-use verl_pipe::run::runner::RunOptions;
+use verl_pipe::plan::Plannable;
+use verl_pipe::run::runner::{Run, RunOptions};
 use verl_pipe::schedule::batching::BatchConfig;
 use verl_pipe::stage::{RowRule, StageContext, StageSpec};
 use verl_pipe::trace::config::TraceConfig;
-use verl_pipe::trace::format::{FORMAT, Side, StageManifest, TraceFormat};
-use verl_pipe::trace::recorder::{MEMORY_BUDGET, Recorder};
-use verl_pipe::trace::writer::{ROW_GROUP_BYTES, SliceAt, TraceWriter};
+use verl_pipe::trace::files::{ROW_GROUP_BYTES, SliceAt, StageManifest, TraceFormat, TraceWriter};
+use verl_pipe::trace::format::{FORMAT, Side};
+use verl_pipe::trace::record::{MEMORY_BUDGET, Recorder};
 
 const FLOATS: [verl_pipe::field::Key<verl_pipe::field::Ragged<f32>>; 3] =
     [ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, ADVANTAGES];
@@ -109,7 +111,7 @@ fn statistics(criterion: &mut Criterion) {
         if let Some(recorder) = &recorder {
             options.tap = recorder.clone();
         }
-        let mut run = schedule.start(options).expect("starts");
+        let mut run = Run::start(schedule, options).expect("starts");
         criterion.bench_function(name, |bencher| {
             bencher.iter(|| black_box(run.step().expect("a step")));
         });
@@ -246,7 +248,7 @@ fn recorded_step(folder: &Path, batch: &Batch, above: &dyn Fn(Option<u64>, Optio
         if let Some(recorder) = &recorder {
             options.tap = recorder.clone();
         }
-        let mut run = schedule.start(options).expect("starts");
+        let mut run = Run::start(schedule, options).expect("starts");
         reset_peak();
         let since = Instant::now();
         run.step().expect("a step");

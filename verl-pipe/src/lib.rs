@@ -10,10 +10,16 @@
 //! let schedule = pipe.schedule();
 //! ```
 //! A plan that was not scheduled cannot run:
-//! ```compile_fail,E0599
-//! use verl_pipe::{pipe::DataPipe, run::runner::RunOptions};
+//! ```compile_fail,E0308
+//! use verl_pipe::{pipe::DataPipe, plan::Plannable, run::runner::RunOptions};
 //! let plan = DataPipe::new("unplaced").plan().unwrap();
-//! let run = plan.start(RunOptions::default());
+//! let run = verl_pipe::run::runner::Run::start(plan, RunOptions::default());
+//! ```
+//! A plan cannot be made or changed by hand:
+//! ```compile_fail,E0451
+//! use verl_pipe::{pipe::DataPipe, plan::Plan};
+//! let checked = DataPipe::new("checked").plan().unwrap();
+//! let changed = Plan { warnings: Vec::new(), ..checked };
 //! ```
 //! A key fixes the type of its column for writing
 //! ```compile_fail,E0277
@@ -33,32 +39,33 @@
 //! let chain = reader.named("reader") >> PROMPTS;
 //! ```
 
-#![cfg_attr(
-    test,
-    expect(
-        clippy::disallowed_methods,
-        reason = "tests compare with the standard library's functions within a tolerance"
-    )
-)]
-
-pub mod batch;
-pub mod chain;
 pub mod cli;
-pub mod config;
-pub mod conformance;
-pub mod data;
-pub mod diagnostic;
-pub mod field;
-pub mod keys;
-pub mod part;
-pub mod pipe;
-pub mod plan;
-pub mod registry;
-pub mod resource;
-pub mod run;
-pub mod schedule;
 pub mod schema;
-pub mod shape;
-pub mod stage;
-pub mod trace;
-pub mod view;
+
+pub use verl_declare::{chain, chainable, part, pipe, registry, sizes};
+pub use verl_plan::schedule;
+pub use verl_view as view;
+pub use verl_words::{batch, conformance, data, diagnostic, field, keys, resource, shape, stage};
+
+/// Pipeline files: read and written.
+pub mod config {
+    pub use verl_declare::config::{Synonym, to_toml};
+    pub use verl_plan::read::{parse_pipeline, read_pipeline};
+}
+
+/// Checked pipelines: [`Plannable::plan`](plan::Plannable::plan) makes a [`Plan`](plan::Plan).
+pub mod plan {
+    pub use verl_plan::{Edge, Plan, Plannable, PlannedModel, PlannedStage, Table};
+    pub use verl_plan::{graph, look, memory};
+}
+
+/// Running a pipeline: [`Run`](run::runner::Run) executes the steps, [`Trainer`](run::trainer::Trainer) a complete run.
+pub mod run {
+    pub use verl_run::{error, guard, interrupt, metrics, records, runner, space, stall, state};
+    pub use verl_train::{columns, console, folder, timeline, trainer, warnings};
+}
+
+/// The trace of a run: what is recorded, its files, replay and comparison.
+pub mod trace {
+    pub use verl_trace::{compare, config, files, format, record, replay, rules, show, stats, tap};
+}

@@ -3,25 +3,25 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::advantages::{AdvantageInputs, EstimatorInput};
-use verl_algos::kl::KlEstimator;
+use verl_algos::kl::{KlEstimator, KlEstimatorName};
 use verl_algos::{CutUnit, Ragged as AlgoRagged};
-use verl_pipe::batch::{Batch, RaggedColumn};
-use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
-use verl_pipe::keys::{
+use verl_declare::part::Part;
+use verl_words::batch::{Batch, RaggedColumn};
+use verl_words::field::{Key, LogProbTag, Ragged, Support, Weights};
+use verl_words::keys::{
     ADVANTAGES, GROUP_MEANS, MASK_KINDS, OLD_LOG_PROBS, REF_LOG_PROBS, RETURNS, REWARD_BASELINES,
     REWARDS, ROLLOUT_WEIGHTS, SUM_PI_SQUARED, VALUES, mask,
 };
-use verl_pipe::part::Part;
-use verl_pipe::resource::{Snapshot, StoredState, WeightsVersion};
-use verl_pipe::stage::{
-    BuildContext, Cardinality, ConfigError, Metric, Reduce, Shown, Stage, StageConfig,
+use verl_words::resource::{Snapshot, StoredState, WeightsVersion};
+use verl_words::stage::{
+    BuildContext, Cardinality, ConfigError, Metric, MetricRole, Reduce, Shown, Stage, StageConfig,
     StageContext, StageError, StageSpec,
 };
 
 use crate::estimators::{Estimator, Grpo};
-use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
+use crate::log_probs::{LogProbs, scoring_temperature, scoring_temperature_fault};
 use crate::losses::KL_PENALTY;
-use crate::settings::{coefficient_fault, refusal};
+use crate::settings::coefficient_fault;
 use crate::state::{recalled, restored, snapshot, stored};
 use crate::steering::{Control, KlControl, KlSteering};
 
@@ -31,6 +31,7 @@ pub const REWARD_MEAN: Metric = Metric {
     unit: "reward",
     meaning: "mean reward of the scored responses, before any KL penalty",
     reduce: Reduce::Mean,
+    role: Some(MetricRole::Reward),
 };
 /// Share of groups without signal.
 pub const NO_SIGNAL: Metric = Metric {
@@ -38,6 +39,7 @@ pub const NO_SIGNAL: Metric = Metric {
     unit: "share",
     meaning: "share of groups of samples whose rewards are all equal, so that they carry no signal",
     reduce: Reduce::Mean,
+    role: None,
 };
 /// Rows without a score.
 pub const UNSCORED: Metric = Metric {
@@ -45,6 +47,7 @@ pub const UNSCORED: Metric = Metric {
     unit: "rows",
     meaning: "responses without a reward; they get advantage 0",
     reduce: Reduce::Sum,
+    role: None,
 };
 /// KL penalty in the reward.
 pub const REWARD_KL: Metric = Metric {
@@ -52,6 +55,7 @@ pub const REWARD_KL: Metric = Metric {
     unit: "nats",
     meaning: "mean over responses of the mean KL per token that was subtracted from the reward",
     reduce: Reduce::Mean,
+    role: Some(MetricRole::ReferenceKl),
 };
 
 /// Coefficient of the KL penalty in the reward.
@@ -60,6 +64,7 @@ pub const REWARD_KL_COEF: Metric = Metric {
     unit: "",
     meaning: "coefficient of the KL that was subtracted from the reward, when it is adaptive",
     reduce: Reduce::Mean,
+    role: None,
 };
 
 /// Settings of stage `advantages`.
@@ -72,8 +77,8 @@ pub struct Advantages {
     pub kl_coef: f64,
     /// Whether that coefficient is fixed or follows the KL: `{ kind = "adaptive", target = 0.1, horizon = 10000 }`.
     pub kl_control: KlControl,
-    /// Estimator of that KL: `k1`, `k2`, `k3`, `abs`.
-    pub kl_estimator: String,
+    /// Estimator of that KL; a `+` makes no difference here.
+    pub kl_estimator: KlEstimatorName,
     /// Temperature of the log-probs that the KL compares and of those that an estimator reads; the sampling temperature
     /// when absent.
     pub temperature: Option<f64>,
@@ -85,7 +90,7 @@ impl Default for Advantages {
             estimator: Grpo::default().into(),
             kl_coef: 0.0,
             kl_control: KlControl::default(),
-            kl_estimator: "k1".to_owned(),
+            kl_estimator: KlEstimatorName::K1,
             temperature: None,
         }
     }
@@ -99,8 +104,6 @@ impl StageConfig for Advantages {
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = Vec::from_iter(coefficient_fault("kl_coef", self.kl_coef));
         faults.extend(scoring_temperature_fault(self.temperature));
-        let kl = KlEstimator::parse(&self.kl_estimator)
-            .map_err(|error| faults.push(refusal("kl_estimator", &error)));
         let steering = self.steering(context);
         let steering = steering.map_err(|errors| faults.extend(errors));
         let samples = context.batch.samples.max(1);
@@ -110,16 +113,14 @@ impl StageConfig for Advantages {
             faults.extend(self.too_few_samples(estimator, samples));
             faults.extend(self.penalty_conflict(estimator));
         }
-        let (Ok(kl), Ok(steering), Ok(estimator), true) =
-            (kl, steering, estimator, faults.is_empty())
-        else {
+        let (Ok(steering), Ok(estimator), true) = (steering, estimator, faults.is_empty()) else {
             return Err(faults);
         };
         Ok(Box::new(AdvantagesStage {
             warning: self.single_response(&estimator, samples),
             temperature: scoring_temperature(self.temperature, context),
             config: self.clone(),
-            kl,
+            kl: self.kl_estimator.into(),
             steering,
             estimator,
         }))
@@ -347,7 +348,9 @@ impl Stage for AdvantagesStage {
             CutUnit::Pair | CutUnit::Group => Cardinality::Group,
             CutUnit::MiniBatch => Cardinality::Batch,
         };
-        let mut spec = StageSpec::new().at_temperature_of(MASK_KINDS.name());
+        let mut spec = StageSpec::new()
+            .scored_by(LogProbs::KIND)
+            .at_temperature_of(MASK_KINDS.name());
         for key in &self.estimator.components().keys {
             spec = spec.reads(REWARDS.field().renamed(key.clone()));
             spec = spec.remedy(key, NO_COMPONENT.replace("NAME", key));
@@ -400,7 +403,7 @@ impl Stage for AdvantagesStage {
         if self.steering.is_some() {
             spec = spec.metrics(&[REWARD_KL_COEF]);
         }
-        self.warning.iter().cloned().fold(spec, StageSpec::doubts)
+        self.warning.iter().cloned().fold(spec, StageSpec::warning)
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {

@@ -22,9 +22,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::random::{DrawKey, Purpose};
 use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
-use verl_pipe::batch::{Batch, RaggedColumn};
-use verl_pipe::keys::{BASELINE_RESPONSE_TEXTS, BASELINE_RESPONSES, PROMPTS};
-use verl_pipe::stage::{
+use verl_words::batch::{Batch, RaggedColumn};
+use verl_words::keys::{BASELINE_RESPONSE_TEXTS, BASELINE_RESPONSES, PROMPTS};
+use verl_words::stage::{
     Access, BuildContext, ConfigError, ModelWork, Stage, StageConfig, StageContext, StageError,
     StageSpec, find_model,
 };

@@ -38,26 +38,31 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::rollout_correction::{
     Correction, LogProbPair, Mode, RejectionRule, RolloutCorrection, RolloutWeights,
-    TrlSamplerRatio, WeightBound, WeightLevel, all_scored, preset,
+    TrlSamplerRatio, WeightBound, all_scored,
 };
 use verl_algos::{AlgoError, Ragged};
-use verl_pipe::batch::{Batch, RaggedColumn};
-use verl_pipe::field::{LogProbTag, Support, Weights};
-use verl_pipe::keys::{
+use verl_words::batch::{Batch, RaggedColumn};
+use verl_words::field::{LogProbTag, Support, Weights};
+use verl_words::keys::{
     GROUP_MEANS, MASK_KINDS, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, ROLLOUT_MASKS, ROLLOUT_WEIGHTS, mask,
 };
-use verl_pipe::stage::{
+use verl_words::stage::{
     BuildContext, Cardinality, ConfigError, Metric, RowRule, Stage, StageConfig, StageContext,
     StageError, StageSpec,
 };
 
+pub use verl_algos::rollout_correction::{
+    Preset, RejectionRuleName, SamplerRatioMode, WeightLevel,
+};
+
 use crate::advantages::NO_OLD;
+use crate::log_probs::LogProbs;
 use crate::settings::{metrics, refusal};
 
 metrics! {
     ESS: "rollout_correction/rollout_is_eff_sample_size", "share", "effective sample size under the importance weights, as a share of the step: 1 / mean((w / mean w)^2)";
     CHI2: "rollout_correction/chi2_token", "", "chi-squared of the token distributions of trainer and rollout engine";
-    KL: "rollout_correction/kl", "nats", "mean log-prob of the rollout engine minus that of the trainer";
+    KL: "rollout_correction/kl", "nats", "mean log-prob of the rollout engine minus that of the trainer", RolloutKl;
     PROBABILITY_DIFFERENCE: "rollout_correction/probs_diff_mean", "probability", "mean |p_trainer - p_rollout| of the sampled tokens; investigate above 0.01";
 }
 
@@ -65,9 +70,8 @@ metrics! {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Rejection {
-    /// Name: what the rule checks (`token`, `seq_sum`, `seq_mean`, `seq_max`) and its estimate of the divergence (`k1`,
-    /// `k2`, `k3`), for example `seq_mean_k3`.
-    pub rule: String,
+    /// Name: what the rule checks and its estimate of the divergence, for example `seq_mean_k3`.
+    pub rule: RejectionRuleName,
     /// Largest estimate that is kept, for example `0.01`. For `k1` the bounds of π_rollout/π_trainer: `0.5_2.0`, or
     /// only the upper one.
     pub bound: String,
@@ -78,8 +82,8 @@ pub struct Rejection {
 #[serde(deny_unknown_fields, default)]
 pub struct SamplerRatio {
     /// Whether each token has a weight or all tokens of a response share one, and whether weights outside the bounds
-    /// are clamped or set to 0: `token_truncate`, `token_mask`, `sequence_truncate`, `sequence_mask`.
-    pub mode: String,
+    /// are clamped or set to 0.
+    pub mode: SamplerRatioMode,
     /// Lower bound; 0 when absent.
     pub clip_min: Option<f64>,
     /// Upper bound.
@@ -89,7 +93,7 @@ pub struct SamplerRatio {
 impl Default for SamplerRatio {
     fn default() -> Self {
         SamplerRatio {
-            mode: "sequence_mask".to_owned(),
+            mode: SamplerRatioMode::SequenceMask,
             clip_min: None,
             clip_max: TrlSamplerRatio::default().clip_max,
         }
@@ -100,13 +104,10 @@ impl Default for SamplerRatio {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct CorrectRollout {
-    /// A correction by name: `decoupled_token_is`, `decoupled_seq_is`, `decoupled_token_icepop`, `decoupled_seq_is_rs`,
-    /// `decoupled_geo_rs`, `decoupled_k3_rs` and these two with `_seq_tis` or `_token_tis`; `bypass_ppo_clip`, the same
-    /// with `_geo_rs` or `_k3_rs`; `bypass_pg_is`, `bypass_pg_token_icepop`, `bypass_pg_geo_rs`, the last with `_seq_tis`
-    /// or `_token_tis`; `disabled`.
-    pub preset: Option<String>,
+    /// A correction by name.
+    pub preset: Option<Preset>,
     /// Importance weights of each `token`, or one for all tokens of a response (`sequence`); none when absent.
-    pub weights: Option<String>,
+    pub weights: Option<WeightLevel>,
     /// Bound of the weights: `2.0` is an upper bound, `0.5_5.0` a band outside which a weight is 0 (IcePop). `2.0` when
     /// absent.
     pub bound: Option<String>,
@@ -123,12 +124,12 @@ impl StageConfig for CorrectRollout {
     const SUMMARY: &'static str = "computes importance weights against the rollout engine, and selects the tokens to train on";
 
     fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
-        let correction = match &self.preset {
-            Some(name) => self.by_name(name)?,
+        let correction = match self.preset {
+            Some(preset) => self.by_name(preset)?,
             None => self.by_rules()?,
         };
         let ratio = self.sampler_ratio.as_ref();
-        let ratio = ratio.map(|own| TrlSamplerRatio::parse(&own.mode, own.clip_min, own.clip_max));
+        let ratio = ratio.map(|own| TrlSamplerRatio::named(own.mode, own.clip_min, own.clip_max));
         let ratio = ratio.transpose().map_err(|error| {
             let fault = refusal("mode", &error);
             let setting = format!("sampler_ratio.{}", fault.setting);
@@ -139,19 +140,19 @@ impl StageConfig for CorrectRollout {
 }
 
 impl CorrectRollout {
-    fn by_name(&self, name: &str) -> Result<RolloutCorrection, Vec<ConfigError>> {
+    fn by_name(&self, preset: Preset) -> Result<RolloutCorrection, Vec<ConfigError>> {
         let only_preset = CorrectRollout {
-            preset: self.preset.clone(),
+            preset: Some(preset),
             ..CorrectRollout::default()
         };
         if *self != only_preset {
             return Err(vec![ConfigError::new(
                 "preset",
-                format!("is `{name}`, but custom rules are set too"),
+                format!("is `{preset}`, but custom rules are set too"),
                 "remove `preset`, or `weights`, `bound`, `normalize`, `sampler_ratio` and `rejection`",
             )]);
         }
-        preset(name).map_err(|error| vec![refusal("preset", &error)])
+        Ok(preset.into())
     }
 
     fn by_rules(&self) -> Result<RolloutCorrection, Vec<ConfigError>> {
@@ -162,16 +163,11 @@ impl CorrectRollout {
                 ..refusal(setting, &error)
             });
         };
-        let level = self.weights.as_deref().map(WeightLevel::parse).transpose();
-        let level = level
-            .map_err(|error| report("weights", error))
-            .ok()
-            .flatten();
         let bound = WeightBound::parse(self.bound.as_deref().unwrap_or("2.0"));
         let bound = bound.map_err(|error| report("bound", error)).ok();
         let mut rejection = Vec::new();
         for (at, Rejection { rule, bound }) in self.rejection.iter().enumerate() {
-            match RejectionRule::parse(rule, bound) {
+            match RejectionRule::named(*rule, bound) {
                 Ok(rule) => rejection.push(rule),
                 Err(error) => report(&format!("rejection[{at}]"), error),
             }
@@ -193,11 +189,14 @@ impl CorrectRollout {
         if !faults.is_empty() {
             return Err(faults);
         }
-        let weights = level.zip(bound).map(|(level, bound)| RolloutWeights {
-            level,
-            bound,
-            normalize: self.normalize,
-        });
+        let weights = self
+            .weights
+            .zip(bound)
+            .map(|(level, bound)| RolloutWeights {
+                level,
+                bound,
+                normalize: self.normalize,
+            });
         Ok(RolloutCorrection {
             mode: Mode::Decoupled,
             weights,
@@ -243,6 +242,7 @@ impl Stage for CorrectRolloutStage {
             .reads(OLD_LOG_PROBS.tagged(tag.clone()))
             .remedy(OLD_LOG_PROBS.name(), NO_OLD)
             .reads(ROLLOUT_LOG_PROBS.tagged(tag))
+            .scored_by(LogProbs::KIND)
             // Only for its rows: rows that `filter_groups` dropped are not corrected.
             .reads_optional(GROUP_MEANS)
             .cardinality(Cardinality::Batch)
@@ -304,10 +304,10 @@ impl Stage for CorrectRolloutStage {
 
 #[cfg(test)]
 mod tests {
+    use verl_words::batch::RowId;
+
     use super::*;
     use crate::sink::{RecordingSink, run};
-    use verl_algos::rollout_correction::PRESETS;
-    use verl_pipe::batch::RowId;
 
     /// A response of two actions around an observation whose log-probs differ, and a response whose log-probs agree.
     fn corrected(config: &CorrectRollout) -> RecordingSink {
@@ -328,10 +328,10 @@ mod tests {
     #[test]
     fn weights_and_masks_by_hand() {
         let config = CorrectRollout {
-            weights: Some("token".to_owned()),
+            weights: Some(WeightLevel::Token),
             bound: Some("3.0".to_owned()),
             rejection: vec![Rejection {
-                rule: "token_k2".to_owned(),
+                rule: RejectionRuleName::TokenK2,
                 bound: "1.5".to_owned(),
             }],
             ..CorrectRollout::default()
@@ -361,10 +361,10 @@ mod tests {
 
     #[test]
     fn ratios_of_trl_by_hand() {
-        let with = |mode: &str, clip_max| {
+        let with = |mode, clip_max| {
             let config = CorrectRollout {
                 sampler_ratio: Some(SamplerRatio {
-                    mode: mode.to_owned(),
+                    mode,
                     clip_max,
                     ..SamplerRatio::default()
                 }),
@@ -375,26 +375,26 @@ mod tests {
             (weights.row(0).to_vec(), weights.row(1).to_vec())
         };
         // q = 2 and 0 in the first response; an observation's ratio is 1.
-        let (first, second) = with("token_truncate", 3.0);
+        let (first, second) = with(SamplerRatioMode::TokenTruncate, 3.0);
         assert_eq!((first, second), (vec![3.0, 1.0, 1.0], vec![1.0]));
-        let (first, _) = with("token_mask", 3.0);
+        let (first, _) = with(SamplerRatioMode::TokenMask, 3.0);
         assert_eq!(first, [0.0, 1.0, 1.0]);
-        let (first, _) = with("sequence_mask", 3.0);
+        let (first, _) = with(SamplerRatioMode::SequenceMask, 3.0);
         assert_eq!(first, [0.0, 1.0, 0.0]);
         let both = CorrectRollout {
-            weights: Some("token".to_owned()),
+            weights: Some(WeightLevel::Token),
             sampler_ratio: Some(SamplerRatio::default()),
             ..CorrectRollout::default()
         };
         check_refused(&both, &["sampler_ratio"]);
-        let unknown = CorrectRollout {
+        let negative = CorrectRollout {
             sampler_ratio: Some(SamplerRatio {
-                mode: "row".to_owned(),
+                clip_min: Some(-1.0),
                 ..SamplerRatio::default()
             }),
             ..CorrectRollout::default()
         };
-        check_refused(&unknown, &["sampler_ratio.mode"]);
+        check_refused(&negative, &["sampler_ratio.clip_min"]);
     }
 
     #[test]
@@ -406,9 +406,9 @@ mod tests {
 
     #[test]
     fn every_preset_corrects() {
-        for (name, _) in PRESETS {
+        for preset in Preset::ALL {
             let config = CorrectRollout {
-                preset: Some((*name).to_owned()),
+                preset: Some(*preset),
                 ..CorrectRollout::default()
             };
             let stage = config.build(&BuildContext::default()).expect("a stage");
@@ -434,28 +434,23 @@ mod tests {
     fn invalid_settings_are_reported_together() {
         let text = |text: &str| Some(text.to_owned());
         let config = CorrectRollout {
-            weights: text("tokens"),
+            weights: Some(WeightLevel::Token),
             bound: text("-1"),
             rejection: vec![Rejection {
-                rule: "seq_mean_k4".to_owned(),
-                bound: "1".to_owned(),
+                rule: RejectionRuleName::SeqMeanK3,
+                bound: "x".to_owned(),
             }],
             ..CorrectRollout::default()
         };
-        check_refused(&config, &["weights", "bound", "rejection[0]"]);
+        check_refused(&config, &["bound", "rejection[0]"]);
         let config = CorrectRollout {
             bound: text("2.0"),
             ..CorrectRollout::default()
         };
         check_refused(&config, &["bound"]);
         let config = CorrectRollout {
-            preset: text("decoupled_token_is"),
+            preset: Some(Preset::DecoupledTokenIs),
             normalize: true,
-            ..CorrectRollout::default()
-        };
-        check_refused(&config, &["preset"]);
-        let config = CorrectRollout {
-            preset: text("decoupled"),
             ..CorrectRollout::default()
         };
         check_refused(&config, &["preset"]);

@@ -10,30 +10,32 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::CutUnit;
 use verl_algos::losses::{
-    DistillationBatch, DistillationLoss, DistillationMicroBatch, Divergence, Tail,
+    DistillationBatch, DistillationLoss, DistillationMicroBatch, Divergence, MetricId,
 };
 use verl_models::model::{ListedTokens, PolicyModel};
-use verl_pipe::batch::{Batch, RaggedView};
-use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES};
-use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Shown, Stage,
-    StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
+use verl_words::batch::{Batch, RaggedView};
+use verl_words::keys::{MASK_KINDS, PROMPTS, RESPONSES};
+use verl_words::stage::{
+    Access, BuildContext, Cardinality, ConfigError, Metric, MetricRole, Reduce, RowRule, Shown,
+    Stage, StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
+pub use verl_algos::losses::{DivergenceName, Tail};
+
 use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
-use crate::losses::aggregation;
+use crate::losses::{AggregationName, aggregation};
 use crate::model::{POLICY, PolicyResource};
 use crate::settings::{metrics, refusal};
 use crate::teacher_top::{TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS, teacher_log_probs};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
 
 metrics! {
-    LOSS: "distill/loss", "nats", "aggregated divergence of the student from the teacher";
+    LOSS: "distill/loss", "nats", "aggregated divergence of the student from the teacher", Loss;
     DIVERGENCE: "distill/divergence", "nats", "mean divergence of the student from the teacher over action tokens";
     TEACHER_MASS: "distill/teacher_mass", "probability", "mean probability that the teacher assigns to the listed tokens";
     STUDENT_MASS: "distill/student_mass", "probability", "mean probability that the student assigns to the listed tokens";
-    GRAD_NORM: "distill/grad_norm", "", "global gradient norm before clipping";
-    LEARNING_RATE: "distill/learning_rate", "", "learning rate of the optimiser step";
+    GRAD_NORM: "distill/grad_norm", "", "global gradient norm before clipping", GradientNorm;
+    LEARNING_RATE: "distill/learning_rate", "", "learning rate of the optimiser step", LearningRate;
 }
 
 /// Optimiser steps of the step.
@@ -42,6 +44,7 @@ pub const OPTIMIZER_STEPS: Metric = Metric {
     unit: "optimiser steps",
     meaning: "optimiser steps taken; fewer than planned when mini-batches contain no token to train on",
     reduce: Reduce::Sum,
+    role: Some(MetricRole::OptimizerSteps),
 };
 
 /// Settings of stage `distill`.
@@ -50,16 +53,14 @@ pub const OPTIMIZER_STEPS: Metric = Metric {
 pub struct Distill {
     /// Student to train.
     pub model: String,
-    /// Divergence minimised at each token: `forward_kl` (covers all of the teacher's modes), `reverse_kl` (stays within the
-    /// teacher's modes), `jensen_shannon` (in between).
-    pub divergence: String,
+    /// Divergence minimised at each token.
+    pub divergence: DivergenceName,
     /// Share of the teacher in the mixture of `jensen_shannon`, in (0, 1); ½ when absent.
     pub beta: Option<f64>,
-    /// How tokens that the teacher does not list count: `bucket` (together, as one more outcome) or `renormalize` (not at
-    /// all).
-    pub tail: String,
-    /// How per-token losses are aggregated: `token-mean`, `seq-mean-token-mean`, …
-    pub aggregation: String,
+    /// How tokens that the teacher does not list count.
+    pub tail: Tail,
+    /// How per-token losses are aggregated.
+    pub aggregation: AggregationName,
     /// Divisor of `seq-mean-token-sum-norm`: the longest response in tokens.
     pub loss_scale_factor: Option<f64>,
     /// Divides logits, as in `teacher_top`; the temperature at which the responses were sampled when absent.
@@ -70,10 +71,10 @@ impl Default for Distill {
     fn default() -> Self {
         Distill {
             model: "actor".to_owned(),
-            divergence: "forward_kl".to_owned(),
+            divergence: DivergenceName::ForwardKl,
             beta: None,
-            tail: Tail::default().name().to_owned(),
-            aggregation: "token-mean".to_owned(),
+            tail: Tail::Bucket,
+            aggregation: AggregationName::TokenMean,
             loss_scale_factor: None,
             temperature: None,
         }
@@ -83,7 +84,7 @@ impl Default for Distill {
 impl Distill {
     fn loss(&self) -> Result<DistillationLoss, Vec<ConfigError>> {
         let mut faults = Vec::from_iter(scoring_temperature_fault(self.temperature));
-        let divergence = Divergence::parse(&self.divergence, self.beta)
+        let divergence = Divergence::named(self.divergence, self.beta)
             .map_err(|error| faults.push(refusal("divergence", &error)));
         if let (Ok(Divergence::Forward | Divergence::Reverse), Some(beta)) =
             (&divergence, self.beta)
@@ -94,17 +95,14 @@ impl Distill {
                 "remove it, or set `divergence = \"jensen_shannon\"`",
             ));
         }
-        let tail = Tail::parse(&self.tail).map_err(|error| faults.push(refusal("tail", &error)));
-        let aggregation = aggregation(&self.aggregation, self.loss_scale_factor)
+        let aggregation = aggregation(self.aggregation, self.loss_scale_factor)
             .map_err(|error| faults.push(error));
-        match (divergence, tail, aggregation) {
-            (Ok(divergence), Ok(tail), Ok(aggregation)) if faults.is_empty() => {
-                Ok(DistillationLoss {
-                    divergence,
-                    tail,
-                    aggregation,
-                })
-            }
+        match (divergence, aggregation) {
+            (Ok(divergence), Ok(aggregation)) if faults.is_empty() => Ok(DistillationLoss {
+                divergence,
+                tail: self.tail,
+                aggregation,
+            }),
             _ => Err(faults),
         }
     }
@@ -221,7 +219,8 @@ impl DistillStage {
             &mini,
             columns.rows.ids(),
             rows,
-            (self.cuts, CutUnit::Row),
+            self.cuts,
+            CutUnit::Row,
             |micro, shares| {
                 student.accumulate_listed(
                     &columns.rows.score_rows(micro.rows.clone()),
@@ -242,15 +241,12 @@ impl DistillStage {
         let report = self.optimizer.step(student, &self.config.model)?;
         sink.record(&OPTIMIZER_STEPS, 1.0, 1.0);
         sink.record(&LOSS, shares.loss, 1.0);
-        for (name, metric) in [
-            ("distillation_divergence", DIVERGENCE),
-            ("teacher_mass", TEACHER_MASS),
-            ("student_mass", STUDENT_MASS),
-        ] {
-            if let Some(found) = shares.metrics.iter().find(|m| m.name == name) {
-                sink.record(&metric, found.value(), 1.0);
-            }
-        }
+        let reported = [
+            (MetricId::DISTILLATION_DIVERGENCE, DIVERGENCE),
+            (MetricId::TEACHER_MASS, TEACHER_MASS),
+            (MetricId::STUDENT_MASS, STUDENT_MASS),
+        ];
+        shares.record(&reported, sink);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
         Ok(true)
@@ -304,7 +300,7 @@ impl Stage for DistillStage {
 
 #[cfg(test)]
 mod tests {
-    use verl_pipe::batch::{RaggedColumn, RowId};
+    use verl_words::batch::{RaggedColumn, RowId};
 
     use super::*;
 
@@ -318,22 +314,25 @@ mod tests {
         let plain = Distill::default();
         assert_eq!(refusals(&plain), [""; 0]);
         let all = Distill {
-            divergence: "kl".to_owned(),
-            tail: "none".to_owned(),
-            aggregation: "mean".to_owned(),
+            divergence: DivergenceName::JensenShannon,
+            beta: Some(1.0),
+            aggregation: AggregationName::SeqMeanTokenSumNorm,
             temperature: Some(0.0),
             ..plain.clone()
         };
-        let settings = ["temperature", "divergence", "tail", "aggregation"];
+        let settings = ["temperature", "beta", "loss_scale_factor"];
         assert_eq!(refusals(&all), settings);
-        let beta = |divergence: &str, beta| Distill {
-            divergence: divergence.to_owned(),
+        let beta = |divergence, beta| Distill {
+            divergence,
             beta: Some(beta),
             ..plain.clone()
         };
-        assert_eq!(refusals(&beta("forward_kl", 0.5)), ["beta"]);
-        assert_eq!(refusals(&beta("jensen_shannon", 1.0)), ["beta"]);
-        assert_eq!(refusals(&beta("jensen_shannon", 0.1)), [""; 0]);
+        assert_eq!(refusals(&beta(DivergenceName::ForwardKl, 0.5)), ["beta"]);
+        assert_eq!(
+            refusals(&beta(DivergenceName::JensenShannon, 1.0)),
+            ["beta"]
+        );
+        assert_eq!(refusals(&beta(DivergenceName::JensenShannon, 0.1)), [""; 0]);
     }
 
     #[test]

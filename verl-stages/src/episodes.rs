@@ -9,10 +9,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use verl_algos::ilql::standardize_returns;
-use verl_pipe::batch::{Batch, RaggedColumn};
-use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::keys::{DATA_ROWS, MASK_KINDS, PROMPT_TEXTS, PROMPTS, RESPONSES, REWARDS, mask};
-use verl_pipe::stage::{
+use verl_words::batch::{Batch, RaggedColumn};
+use verl_words::data::{DataError, DataLoaderInterface};
+use verl_words::keys::{DATA_ROWS, MASK_KINDS, PROMPT_TEXTS, PROMPTS, RESPONSES, REWARDS, mask};
+use verl_words::stage::{
     Access, BuildContext, Cardinality, ConfigError, PreviewContext, RowPreviews, RowRule, Stage,
     StageConfig, StageContext, StageError, StageSpec, StartContext,
 };
@@ -244,7 +244,7 @@ impl Stage for EpisodeStage {
         let looks = RowPreviewer::new(
             move |source, row| {
                 read.reward_of(row)?;
-                asked.glance(row, source.template.as_ref(), true)
+                asked.measure(row, source.template.as_ref(), true)
             },
             move |source, row| config.show(&format, source, row),
         );

@@ -8,8 +8,8 @@ mod components;
 use std::ops::Deref;
 
 use verl_algos::advantages::{self as maths, AdvantageEstimator};
-use verl_pipe::part::{PartConfig, Slot};
-use verl_pipe::stage::{BuildContext, ConfigError};
+use verl_declare::part::{PartConfig, Slot};
+use verl_words::stage::{BuildContext, ConfigError};
 
 use crate::settings::{refusal, settings};
 

@@ -9,9 +9,9 @@ use verl_models::rollout::engine::{
     FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
 };
 use verl_models::targets::Target;
-use verl_pipe::batch::{Batch, RowId};
-use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::stage::{
+use verl_words::batch::{Batch, RowId};
+use verl_words::data::{DataError, DataLoaderInterface};
+use verl_words::stage::{
     Access, BuildContext, ConfigError, ModelWork, PreviewContext, RowPreviews, Stage, StageConfig,
     StageContext, StageError, StageSpec, StartContext, find_model,
 };
@@ -285,7 +285,7 @@ impl Stage for EvaluateStage {
         } = &self.config;
         let (read, own) = (format.clone(), format.clone());
         let looks = RowPreviewer::new(
-            move |rows, row| read.glance(row, rows.template.as_ref(), false),
+            move |rows, row| read.measure(row, rows.template.as_ref(), false),
             move |rows, row| show(&own, rows, row),
         );
         let looks = looks.first(questions.unwrap_or(usize::MAX));

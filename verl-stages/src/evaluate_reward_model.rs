@@ -4,8 +4,8 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::model::ScoreRow;
-use verl_pipe::batch::{Batch, RowId};
-use verl_pipe::stage::{
+use verl_words::batch::{Batch, RowId};
+use verl_words::stage::{
     Access, BuildContext, ConfigError, ModelWork, PreviewContext, RowPreviews, Stage, StageConfig,
     StageContext, StageError, StageSpec, StartContext, find_model,
 };

@@ -23,16 +23,16 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_pipe::batch::{Batch, RowId};
-use verl_pipe::keys::{GROUP_MEANS, REWARDS};
-use verl_pipe::stage::{
+use verl_words::batch::{Batch, RowId};
+use verl_words::keys::{GROUP_MEANS, REWARDS};
+use verl_words::stage::{
     BuildContext, Cardinality, ConfigError, Metric, OnShort, Reduce, Refill, RowRule, Stage,
     StageConfig, StageContext, StageError, StageSpec,
 };
 
 macro_rules! metrics {
     ($($ident:ident: $name:literal, $unit:literal, $reduce:ident, $meaning:literal;)*) => {
-        $(#[doc = $meaning] pub const $ident: Metric = Metric { name: $name, unit: $unit, meaning: $meaning, reduce: Reduce::$reduce };)*
+        $(#[doc = $meaning] pub const $ident: Metric = Metric { name: $name, unit: $unit, meaning: $meaning, reduce: Reduce::$reduce, role: None };)*
         const ALL: &[Metric] = &[$($ident),*];
     };
 }

@@ -6,15 +6,15 @@ use verl_models::random::{DrawKey, Purpose};
 use verl_models::rollout::engine::{
     FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
 };
-use verl_pipe::batch::{Batch, RaggedColumn};
-use verl_pipe::field::{LogProbTag, Support, Weights};
-use verl_pipe::keys::{
+use verl_words::batch::{Batch, RaggedColumn};
+use verl_words::field::{LogProbTag, Support, Weights};
+use verl_words::keys::{
     FINISH_REASONS, MASK_KINDS, PROMPTS, RESPONSE_TEXTS, RESPONSES, ROLLOUT_LOG_PROBS,
     SAMPLING_LOG_PROBS, finish, mask,
 };
-use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, Metric, ModelWork, Reduce, RowRule, Shown,
-    Stage, StageConfig, StageContext, StageError, StageSpec, find_model,
+use verl_words::stage::{
+    Access, BuildContext, Cardinality, ConfigError, Metric, MetricRole, ModelWork, Reduce, RowRule,
+    Shown, Stage, StageConfig, StageContext, StageError, StageSpec, find_model,
 };
 
 use crate::model::{POLICY, PolicyResource, room_fault};
@@ -26,6 +26,7 @@ pub const RESPONSE_LENGTH: Metric = Metric {
     unit: "tokens",
     meaning: "mean number of tokens of a response, end-of-sequence included",
     reduce: Reduce::Mean,
+    role: Some(MetricRole::ResponseLength),
 };
 /// Share of responses cut off by the limit.
 pub const TRUNCATED: Metric = Metric {
@@ -33,6 +34,7 @@ pub const TRUNCATED: Metric = Metric {
     unit: "share",
     meaning: "share of responses that reached the token limit or the end of the model's context",
     reduce: Reduce::Mean,
+    role: Some(MetricRole::TruncatedShare),
 };
 /// Share of responses cut off by the model's context.
 pub const CONTEXT_LIMITED: Metric = Metric {
@@ -40,6 +42,7 @@ pub const CONTEXT_LIMITED: Metric = Metric {
     unit: "share",
     meaning: "share of responses that reached the end of the model's context before `max_new_tokens`",
     reduce: Reduce::Mean,
+    role: None,
 };
 /// Entropy of the step's responses, estimated from what was sampled.
 pub const SAMPLED_ENTROPY: Metric = Metric {
@@ -47,6 +50,7 @@ pub const SAMPLED_ENTROPY: Metric = Metric {
     unit: "nats",
     meaning: "mean of −log q over the sampled tokens, where q is the sampling distribution (temperature, top-k and top-p included): an unbiased estimate of the entropy of q",
     reduce: Reduce::Mean,
+    role: Some(MetricRole::Entropy),
 };
 /// Prompt and response tokens of the step, for throughput.
 pub const TOKENS: Metric = Metric {
@@ -54,6 +58,7 @@ pub const TOKENS: Metric = Metric {
     unit: "tokens",
     meaning: "prompt and response tokens of the step",
     reduce: Reduce::Sum,
+    role: None,
 };
 
 /// Settings of stage `generate`.
@@ -323,7 +328,7 @@ impl Stage for GenerateStage {
     fn spec(&self) -> StageSpec {
         let warnings = self.config.warnings().into_iter();
         warnings
-            .fold(StageSpec::new(), StageSpec::doubts)
+            .fold(StageSpec::new(), StageSpec::warning)
             .agrees(LONGEST, "max_new_tokens", self.config.max_new_tokens)
             .agrees(STOPS, "stop", stop_list(&self.config.stop))
             .reads(PROMPTS.field().shaped("[P, S~]"))

@@ -66,6 +66,7 @@ pub mod shuffle_rewards;
 mod sink;
 mod state;
 pub mod steering;
+mod synonyms;
 pub mod teacher_advantages;
 pub mod teacher_top;
 mod training;
@@ -75,7 +76,7 @@ pub mod update_ilql;
 pub mod update_reward_model;
 pub mod values;
 
-use verl_pipe::registry::Registry;
+use verl_declare::registry::Registry;
 
 /// The list of everything that this crate registers; stages can also be chained with `>>`.
 macro_rules! built_ins {
@@ -98,9 +99,10 @@ macro_rules! built_ins {
                 $(.model::<$model>())+
                 $(.data::<$data>())+
                 .data_files::<$files>($extensions)
+                .synonyms(synonyms::SETTINGS)
         }
 
-        verl_pipe::chainable!($($stage),+);
+        verl_declare::chainable!($($stage),+);
     };
 }
 
@@ -193,13 +195,14 @@ mod setting_tests;
 #[cfg(test)]
 mod tests {
     use std::path::Path;
+    use verl_pipe::plan::Plannable;
 
+    use verl_declare::part::{Part, Slot};
     use verl_pipe::config::read_pipeline;
-    use verl_pipe::diagnostic::{Diagnostic, Findings};
-    use verl_pipe::part::{Part, Slot};
     use verl_pipe::plan::Plan;
     use verl_pipe::schema::pipeline_schema;
-    use verl_pipe::stage::{BuildContext, StageConfig};
+    use verl_words::diagnostic::{Diagnostic, Findings};
+    use verl_words::stage::{BuildContext, StageConfig};
 
     use super::advantages::Advantages;
     use super::estimators::Estimator;
@@ -231,7 +234,7 @@ mod tests {
     #[track_caller]
     fn check(overrides: &[&str], expected: &[&str]) {
         let findings = match plan_or_findings(overrides) {
-            Ok(plan) => plan.warnings,
+            Ok(plan) => plan.warnings().to_vec(),
             Err(findings) => findings,
         };
         let mut found: Vec<&str> = findings.iter().map(|finding| finding.code).collect();
@@ -308,11 +311,12 @@ mod tests {
             ("update.loss.kl_importance=tokens", &[]),
             ("update.loss.top_entropy_coef=0.1", &[]),
             ("update.loss.aggregation=tokenmean", &[]),
+            ("update.loss.kl_estimator=k4", &[]),
             ("update.loss.aggregation=seq-mean-token-sum-norm", &[]),
             ("update.loss.kl_coeff=0.1", &[]),
         ] {
             let findings = match plan_or_findings(&[&[change], more].concat()) {
-                Ok(plan) => plan.warnings,
+                Ok(plan) => plan.warnings().to_vec(),
                 Err(findings) => findings,
             };
             text += &format!("# {change}\n{}\n\n", Findings(findings));
@@ -324,7 +328,7 @@ mod tests {
     fn findings_of(file: &str, changes: &[&str]) -> String {
         let report = |change: &&str| {
             let findings = match plan_of(file, &change.split("; ").collect::<Vec<_>>()) {
-                Ok(plan) => plan.warnings,
+                Ok(plan) => plan.warnings().to_vec(),
                 Err(findings) => findings,
             };
             format!("# {change}\n{}\n\n", Findings(findings))
@@ -477,7 +481,7 @@ mod tests {
         let path = file.path().display().to_string();
         let plan = plan_or_findings(&[&format!("data.train={path}")]).unwrap();
         let train = plan
-            .pipe
+            .pipe()
             .data
             .iter()
             .find(|data| data.name == "train")

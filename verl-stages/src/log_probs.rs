@@ -8,15 +8,15 @@ mod cache;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::model::{Extras, ScoreRow, Scores};
-use verl_pipe::batch::{Batch, RaggedColumn, RowId};
-use verl_pipe::field::{Field, LogProbTag, Support, Weights};
-use verl_pipe::keys::{
+use verl_words::batch::{Batch, RaggedColumn, RowId};
+use verl_words::field::{Field, LogProbTag, Support, Weights};
+use verl_words::keys::{
     ENTROPIES, GROUP_MEANS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS, RESPONSES, ROLLOUT_LOG_PROBS,
     SUM_PI_SQUARED,
 };
-use verl_pipe::stage::{
-    Access, BuildContext, ConfigError, Metric, ModelWork, Reduce, Shown, Stage, StageConfig,
-    StageContext, StageError, StageSpec, find_model,
+use verl_words::stage::{
+    Access, BuildContext, ConfigError, Metric, MetricRole, ModelWork, Reduce, Shown, Stage,
+    StageConfig, StageContext, StageError, StageSpec, find_model,
 };
 
 use crate::model::{POLICY, PolicyResource};
@@ -30,6 +30,7 @@ pub const ENTROPY: Metric = Metric {
     unit: "nats",
     meaning: "mean entropy of the policy over response tokens, before the update",
     reduce: Reduce::Mean,
+    role: Some(MetricRole::Entropy),
 };
 /// Difference between the trainer's probabilities and the rollout engine's.
 pub const ROLLOUT_DIFFERENCE: Metric = Metric {
@@ -37,6 +38,7 @@ pub const ROLLOUT_DIFFERENCE: Metric = Metric {
     unit: "probability",
     meaning: "mean |p_trainer − p_rollout| of the sampled tokens; above 0.01 the two forward passes disagree",
     reduce: Reduce::Mean,
+    role: None,
 };
 
 /// How much the cache saved. Under `perf/`, because it is not reproducible: a run that was resumed or rolled back finds
@@ -46,6 +48,7 @@ pub const CACHED: Metric = Metric {
     unit: "share",
     meaning: "share of rows whose log-probs were cached in an earlier epoch",
     reduce: Reduce::Mean,
+    role: None,
 };
 
 /// Which log-probs are written.
@@ -239,6 +242,7 @@ impl Stage for LogProbsStage {
         // `GROUP_MEANS` is read only for its rows: after `filter_groups`, dropped rows are not scored.
         let spec = StageSpec::new()
             .reads_optional(GROUP_MEANS)
+            .scored_by(LogProbs::KIND)
             .at_temperature_of(self.tokens());
         if self.config.bypass {
             return spec

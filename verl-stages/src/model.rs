@@ -20,23 +20,23 @@ use burn::tensor::{DType, Device};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::chat_template::ChatTemplate;
-use verl_models::device::DeviceError;
+use verl_models::device::{DeviceError, DeviceKind};
 use verl_models::hf::save::companion_bytes;
 use verl_models::hf::{LoadError, Origin, SaveDType};
 use verl_models::memory::{Usage, footprint};
 use verl_models::model::{PolicyModel, TrainedModel};
 use verl_models::optim::OptimizerConfig;
-use verl_models::parameters;
 use verl_models::policy::Policy;
-use verl_models::registers;
 use verl_models::rollout::stop::{TextDecoder, text_to_stop};
 use verl_models::tokenizer::Tokenizer;
-use verl_models::{Decoder, DecoderConfig};
-use verl_pipe::resource::{
+use verl_models::{Decoder, DecoderConfig, parameters, registers};
+use verl_words::resource::{
     CpuKernels, DeviceRefusal, Footprint, ModelInfo, ModelResource, ResourceError, Shortage,
     Snapshot, StoredState, TokenTexts, WeightsVersion,
 };
-use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig, Training};
+use verl_words::stage::{
+    BuildContext, ConfigError, DeviceSupport, ModelConfig, ModelFactory, Training,
+};
 
 use texts::{describe_texts, load_texts};
 use training::{optimizer_of, training};
@@ -366,31 +366,27 @@ fn failed(error: impl std::error::Error + Send + Sync + 'static) -> ResourceErro
     ResourceError::Failed(Box::new(error))
 }
 
-/// Whether a decoder can be loaded onto the device `name`.
-fn check_device(name: &str) -> Result<(), DeviceRefusal> {
-    let found = verl_models::device::preflight(name).map(drop);
-    found.map_err(|error| match error {
-        DeviceError::Unknown { .. } => DeviceRefusal::Unknown(error.to_string()),
-        DeviceError::Unusable { .. } => DeviceRefusal::Unusable(error.to_string()),
-        _ => DeviceRefusal::Absent(error.to_string()),
-    })
-}
+/// The devices of models on burn.
+struct BurnDevices;
 
-/// Parameters of a decoder.
-fn count_parameters(c: &DecoderConfig) -> u64 {
-    let (d, i) = (c.hidden_size as u64, c.intermediate_size as u64);
-    let query = (c.heads.query * c.heads.dim) as u64;
-    let key = (c.heads.key_value * c.heads.dim) as u64;
-    let attention = 2 * d * query + 2 * d * key + if c.qkv_bias { query + 2 * key } else { 0 };
-    let norms = 2 * d + if c.qk_norm { 2 * c.heads.dim as u64 } else { 0 };
-    let head = if c.tied_head { 1 } else { 2 } * c.vocab_size as u64 * d;
-    c.layers as u64 * (attention + 3 * d * i + norms) + d + head
-}
+impl DeviceSupport for BurnDevices {
+    fn check(&self, device: &str) -> Result<(), DeviceRefusal> {
+        let found = verl_models::device::preflight(device).map(drop);
+        found.map_err(|error| match error {
+            DeviceError::Unknown { .. } => DeviceRefusal::Unknown(error.to_string()),
+            DeviceError::Unusable { .. } => DeviceRefusal::Unusable(error.to_string()),
+            _ => DeviceRefusal::Absent(error.to_string()),
+        })
+    }
 
-/// The shortage, if a message says that a device is out of memory.
-fn shortage(message: &str) -> Option<Shortage> {
-    let found = verl_models::device::shortage(message)?;
-    Some(Shortage { asked: found.asked })
+    fn memory(&self, device: &str) -> Option<u64> {
+        verl_models::device::memory(device)
+    }
+
+    fn shortage(&self, message: &str) -> Option<Shortage> {
+        let found = verl_models::device::shortage(message)?;
+        Some(Shortage { asked: found.asked })
+    }
 }
 
 /// The memory that `parameters` parameters and the work of a decoder need.
@@ -443,7 +439,8 @@ fn check_recompute(
     config: &DecoderConfig,
     device: &str,
 ) -> Result<(), ConfigError> {
-    let reason = if !verl_models::device::has_bf16(device) {
+    let kind = DeviceKind::named(device);
+    let reason = if !kind.is_some_and(DeviceKind::fuses_halves) {
         "recomputation is not supported on the CPU"
     } else if !config.has_block_kernels() {
         "recomputation does not support this model's head norms or biases"
@@ -462,7 +459,7 @@ fn check_recompute(
 
 /// A setting that would save memory, if there is one.
 fn smaller(config: &DecoderConfig, usage: Usage<'_>, trained: bool) -> Option<&'static str> {
-    if !verl_models::device::has_bf16(usage.device) {
+    if DeviceKind::named(usage.device).is_none_or(DeviceKind::is_host) {
         None
     } else if usage.dtype == DType::F32 {
         Some("dtype = \"bf16\"")
@@ -553,7 +550,9 @@ impl ModelConfig for CausalLm {
     const KIND: &'static str = "causal_lm";
     const SUMMARY: &'static str =
         "a decoder of a Hugging Face folder (Llama, SmolLM2, Qwen2, Qwen2.5, Qwen3)";
+}
 
+impl ModelFactory for CausalLm {
     fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         let dir = self.folder(context);
         let loaded = loaded_config(&dir, self.init);
@@ -564,7 +563,7 @@ impl ModelConfig for CausalLm {
         let dtype = self.dtype.on(device).map_err(|error| vec![error])?;
         check_recompute(self.recompute, &config, device).map_err(|error| vec![error])?;
         let optimizer = self.optimizer.as_ref();
-        let parameters = count_parameters(&config);
+        let parameters = config.num_parameters();
         let usage = Usage {
             dtype,
             device,
@@ -577,7 +576,7 @@ impl ModelConfig for CausalLm {
             saved_bytes: saved_bytes(self.save_as, parameters, &dir),
             ..sized(&config, usage, parameters, optimizer)
         };
-        info.doubts.extend(head_warnings);
+        info.warnings.extend(head_warnings);
         describe_texts(&mut info, &dir, Some(config.vocab_size)).map_err(|error| vec![error])?;
         Ok(info)
     }
@@ -594,16 +593,8 @@ impl ModelConfig for CausalLm {
         }))
     }
 
-    fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
-        check_device(device)
-    }
-
-    fn device_memory(&self, device: &str) -> Option<u64> {
-        verl_models::device::memory(device)
-    }
-
-    fn shortage(&self, message: &str) -> Option<Shortage> {
-        shortage(message)
+    fn devices(&self) -> &dyn DeviceSupport {
+        &BurnDevices
     }
 
     fn cpu_kernels(&self) -> CpuKernels {

@@ -6,11 +6,11 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_pipe::batch::{Batch, RaggedColumn};
-use verl_pipe::keys::{
+use verl_words::batch::{Batch, RaggedColumn};
+use verl_words::keys::{
     CHOSEN_RESPONSES, DESIRABLE, MASK_KINDS, REJECTED_RESPONSES, RESPONSES, mask,
 };
-use verl_pipe::stage::{
+use verl_words::stage::{
     BuildContext, ConfigError, RowRule, Stage, StageConfig, StageContext, StageError, StageSpec,
 };
 
@@ -75,9 +75,10 @@ impl Stage for PairStage {
 
 #[cfg(test)]
 mod tests {
+    use verl_words::batch::RowId;
+
     use super::*;
     use crate::sink;
-    use verl_pipe::batch::RowId;
 
     #[test]
     fn sides_are_neighbours_of_one_group() {

@@ -23,13 +23,13 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use verl_models::targets::Target;
-use verl_pipe::batch::{Batch, RaggedColumn};
-use verl_pipe::data::DataError;
-use verl_pipe::keys::{
+use verl_words::batch::{Batch, RaggedColumn};
+use verl_words::data::DataError;
+use verl_words::keys::{
     CHOSEN_RESPONSES, DATA_ROWS, DESIRABLE, MARGINS, MASK_KINDS, PROMPT_TEXTS, PROMPTS,
     REJECTED_RESPONSES, RESPONSES, mask,
 };
-use verl_pipe::stage::{
+use verl_words::stage::{
     Access, BuildContext, Cardinality, ConfigError, PreviewContext, RowPreviews, RowRule, Stage,
     StageConfig, StageContext, StageError, StageSpec, StartContext,
 };
@@ -236,7 +236,7 @@ impl PreferenceFormat {
     ) -> Result<Option<Box<dyn RowPreviews>>, StageError> {
         let (read, format) = (self.clone(), self.clone());
         let looks = RowPreviewer::new(
-            move |_, row| JudgedRow::glance(&read, row),
+            move |_, row| JudgedRow::measure(&read, row),
             move |source, row| format.show(source, row),
         );
         preview(context, data, model, &self.prompts(), true, looks)

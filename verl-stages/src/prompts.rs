@@ -39,10 +39,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use verl_models::targets::Target;
-use verl_pipe::batch::{Batch, RaggedColumn};
-use verl_pipe::data::DataError;
-use verl_pipe::keys::{ANSWERS, DATA_ROWS, PROMPT_TEXTS, PROMPTS, TARGET_KINDS, TARGETS, mask};
-use verl_pipe::stage::{
+use verl_words::batch::{Batch, RaggedColumn};
+use verl_words::data::DataError;
+use verl_words::keys::{ANSWERS, DATA_ROWS, PROMPT_TEXTS, PROMPTS, TARGET_KINDS, TARGETS, mask};
+use verl_words::stage::{
     Access, BuildContext, Cardinality, ConfigError, Metric, PreviewContext, Reduce, RowPreviews,
     RowRule, Stage, StageConfig, StageContext, StageError, StageSpec, StartContext,
 };
@@ -63,6 +63,7 @@ pub const PROMPT_LENGTH: Metric = Metric {
     unit: "tokens",
     meaning: "mean number of tokens of a prompt",
     reduce: Reduce::Mean,
+    role: None,
 };
 
 /// Settings of stage `prompts`.
@@ -255,7 +256,7 @@ impl Stage for PromptStage {
         );
         let has_answers = self.config.with_targets;
         let looks = RowPreviewer::new(
-            move |source, row| read.glance(row, source.template.as_ref(), has_answers),
+            move |source, row| read.measure(row, source.template.as_ref(), has_answers),
             move |source, row| config.show(&format, source, row),
         );
         let Prompts { data, model, .. } = &self.config;

@@ -4,8 +4,8 @@ use std::fmt::Display;
 
 use verl_models::model::ModelError;
 use verl_models::rollout::engine::RolloutError;
-use verl_pipe::batch::RowId;
-use verl_pipe::stage::StageError;
+use verl_words::batch::RowId;
+use verl_words::stage::StageError;
 
 /// The error of a rollout that was asked for `samples` responses to each row of `ids`, with the sample named.
 pub(crate) fn refused_request(error: RolloutError, ids: &[RowId], samples: usize) -> StageError {
@@ -25,7 +25,7 @@ pub(crate) fn refused_request(error: RolloutError, ids: &[RowId], samples: usize
         _ => id.sample((request % samples) as u64),
     };
     match sample {
-        Ok(id) => of_row(&error, ("request", request), (request / samples, id)),
+        Ok(id) => of_row(&error, &format!("request {request}"), request / samples, id),
         Err(_) => StageError::failed(error),
     }
 }
@@ -40,19 +40,15 @@ pub(crate) fn refused_row(error: ModelError, ids: &[RowId]) -> StageError {
         _ => return StageError::failed(error),
     };
     match ids.get(row) {
-        Some(id) => of_row(&error, ("row", row), (row, *id)),
+        Some(id) => of_row(&error, &format!("row {row}"), row, *id),
         None => StageError::failed(error),
     }
 }
 
-/// Replaces the `word` and number at the start of an error by the sample and its row of the data set.
-fn of_row(
-    error: &impl Display,
-    (word, number): (&str, usize),
-    (row, id): (usize, RowId),
-) -> StageError {
+/// Replaces `named`, with which an error starts, by the sample and its row of the data set.
+fn of_row(error: &impl Display, named: &str, row: usize, id: RowId) -> StageError {
     let text = error.to_string();
-    let rest = text.strip_prefix(&format!("{word} {number}"));
+    let rest = text.strip_prefix(named);
     let reason = rest.map_or(text.as_str(), |rest| rest.trim_start_matches([':', ' ']));
     StageError::Row {
         row,

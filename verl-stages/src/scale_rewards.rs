@@ -12,11 +12,11 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::rewards::scaling::{RewardScale, RewardScaler};
-use verl_pipe::batch::Batch;
-use verl_pipe::field::{Key, Scalar};
-use verl_pipe::keys::{GROUP_MEANS, REWARDS};
-use verl_pipe::resource::{Snapshot, StoredState, WeightsVersion};
-use verl_pipe::stage::{
+use verl_words::batch::Batch;
+use verl_words::field::{Key, Scalar};
+use verl_words::keys::{GROUP_MEANS, REWARDS};
+use verl_words::resource::{Snapshot, StoredState, WeightsVersion};
+use verl_words::stage::{
     BuildContext, Cardinality, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
 };
 
@@ -191,9 +191,10 @@ impl Stage for ScaleRewardsStage {
 
 #[cfg(test)]
 mod tests {
+    use verl_words::batch::RowId;
+
     use super::*;
     use crate::sink::run;
-    use verl_pipe::batch::RowId;
 
     fn stage(config: &ScaleRewards) -> Box<dyn Stage> {
         config.build(&BuildContext::default()).expect("a stage")

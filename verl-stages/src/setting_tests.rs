@@ -3,11 +3,12 @@
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
-use verl_pipe::chain::IntoStage;
+use verl_declare::chain::IntoStage;
+use verl_declare::registry::Registry;
 use verl_pipe::config::{parse_pipeline, read_pipeline};
-use verl_pipe::diagnostic::{Diagnostic, Findings};
-use verl_pipe::registry::Registry;
+use verl_pipe::plan::Plannable;
 use verl_pipe::schema::pipeline_schema;
+use verl_words::diagnostic::{Diagnostic, Findings};
 
 use super::register;
 
@@ -169,7 +170,7 @@ fn report(change: &str) -> String {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/pipelines/grpo_addition.toml");
     let registry = register(Registry::new());
     match read_pipeline(&file, &[change], &registry).and_then(|pipe| pipe.plan()) {
-        Ok(plan) => Findings(plan.warnings).to_string(),
+        Ok(plan) => Findings(plan.warnings().to_vec()).to_string(),
         Err(findings) => Findings(findings).to_string(),
     }
 }
@@ -295,7 +296,7 @@ fn a_schedule_covers_the_optimiser_steps_of_the_run() {
         pipe.plan().map_err(Findings).expect("a plan")
     };
     let found = plan(&["actor.optimizer.schedule={ kind = \"linear\", total_steps = 4 }"]);
-    let text = Findings(found.warnings).to_string();
+    let text = Findings(found.warnings().to_vec()).to_string();
     for words in [
         "warning[C008]: setting `optimizer.schedule.total_steps`",
         "is 4,",
@@ -305,8 +306,8 @@ fn a_schedule_covers_the_optimiser_steps_of_the_run() {
         assert!(text.contains(words), "`{words}` is not in\n{text}");
     }
     let found = plan(&["actor.optimizer.schedule=linear"]);
-    assert_eq!(Findings(found.warnings.clone()).to_string(), "");
-    let schedule = &found.pipe.models[0].config["optimizer"]["schedule"];
+    assert_eq!(Findings(found.warnings().to_vec()).to_string(), "");
+    let schedule = &found.pipe().models[0].config["optimizer"]["schedule"];
     assert_eq!(schedule["total_steps"], 16);
     assert!(
         found.to_string().contains("linear over 16 steps"),
@@ -317,7 +318,7 @@ fn a_schedule_covers_the_optimiser_steps_of_the_run() {
         "batch.epochs=2",
         "update.warmup_steps=1",
     ];
-    assert_eq!(plan(&more).context.optimizer_steps["actor"], 3 * 4 * 2);
+    assert_eq!(plan(&more).context().optimizer_steps["actor"], 3 * 4 * 2);
 }
 
 /// With two sampling stages, each scoring stage uses the temperature of the one whose responses it reads.
@@ -360,7 +361,7 @@ fn a_stage_uses_the_temperature_of_its_own_responses() {
         .map_err(Findings)
         .expect("a plan");
     let temperature = |key: &str| {
-        let tag = plan.fields[key].tag.as_ref().expect("a tag");
+        let tag = plan.fields()[key].tag.as_ref().expect("a tag");
         tag.temperature.expect("a temperature")
     };
     assert_eq!(temperature("ref_log_probs"), 0.7);

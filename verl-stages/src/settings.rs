@@ -1,8 +1,7 @@
 //! Macros and checks for the settings of this crate's stages and parts.
 
 use verl_algos::AlgoError;
-use verl_pipe::diagnostic::suggest;
-use verl_pipe::stage::ConfigError;
+use verl_words::stage::ConfigError;
 
 /// Settings as a plain struct: each with its documentation, its type and its default.
 macro_rules! settings {
@@ -24,21 +23,33 @@ macro_rules! settings {
 }
 pub(crate) use settings;
 
-/// Metrics that are means, each with its name, unit and meaning.
+/// Metrics that are means, each with its name, unit, meaning and, if it has one, its role.
 macro_rules! metrics {
-    ($($ident:ident: $name:literal, $unit:literal, $meaning:literal;)*) => {
+    ($($ident:ident: $name:literal, $unit:literal, $meaning:literal $(, $role:ident)?;)*) => {
         $(
             #[doc = $meaning]
-            pub const $ident: verl_pipe::stage::Metric = verl_pipe::stage::Metric {
+            pub const $ident: verl_words::stage::Metric = verl_words::stage::Metric {
                 name: $name,
                 unit: $unit,
                 meaning: $meaning,
-                reduce: verl_pipe::stage::Reduce::Mean,
+                reduce: verl_words::stage::Reduce::Mean,
+                role: $crate::settings::metric_role!($($role)?),
             };
         )*
     };
 }
 pub(crate) use metrics;
+
+/// The role of a metric: none, or a variant of `MetricRole`.
+macro_rules! metric_role {
+    () => {
+        None
+    };
+    ($role:ident) => {
+        Some(verl_words::stage::MetricRole::$role)
+    };
+}
+pub(crate) use metric_role;
 
 /// Turns an [`AlgoError`] into the error of a setting: the one that it names, otherwise `setting`.
 pub(crate) fn refusal(setting: &str, error: &AlgoError) -> ConfigError {
@@ -60,11 +71,6 @@ pub(crate) fn refusal(setting: &str, error: &AlgoError) -> ConfigError {
             *setting,
             format!("is not set, but `{algorithm}` needs it and there is no default"),
             *reason,
-        ),
-        AlgoError::UnknownName { what, name, known } => ConfigError::new(
-            setting,
-            format!("is `{name}`, which is not a known {what}"),
-            suggest(name, "names", known.iter().copied()),
         ),
         error => ConfigError::new(
             setting,

@@ -9,9 +9,9 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::rewards::overlong::OverlongPenalty;
-use verl_pipe::batch::Batch;
-use verl_pipe::keys::{RESPONSES, REWARDS, SHAPED_REWARDS};
-use verl_pipe::stage::{
+use verl_words::batch::Batch;
+use verl_words::keys::{RESPONSES, REWARDS, SHAPED_REWARDS};
+use verl_words::stage::{
     BuildContext, ConfigError, Metric, Reduce, Stage, StageConfig, StageContext, StageError,
     StageSpec,
 };
@@ -24,6 +24,7 @@ pub const PENALTY_MEAN: Metric = Metric {
     unit: "reward",
     meaning: "mean length penalty that is added to the reward of a response: 0 or less",
     reduce: Reduce::Mean,
+    role: None,
 };
 /// Share of responses that are penalised.
 pub const PENALISED: Metric = Metric {
@@ -31,6 +32,7 @@ pub const PENALISED: Metric = Metric {
     unit: "share",
     meaning: "share of responses long enough to be penalised",
     reduce: Reduce::Mean,
+    role: None,
 };
 
 /// Settings of stage `shape_overlong`; the first two have no default. `advantages` reads the result through `rename`.
@@ -141,9 +143,10 @@ impl Stage for ShapeOverlong {
 
 #[cfg(test)]
 mod tests {
+    use verl_words::batch::{RaggedColumn, RowId};
+
     use super::*;
     use crate::sink::{RecordingSink, run};
-    use verl_pipe::batch::{RaggedColumn, RowId};
 
     fn shaped(
         config: &ShapeOverlong,

@@ -11,9 +11,9 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::rewards::eos::{missing_eos_penalty, stop_properly};
-use verl_pipe::batch::Batch;
-use verl_pipe::keys::{FINISH_REASONS, REWARDS, SHAPED_REWARDS, finish};
-use verl_pipe::stage::{
+use verl_words::batch::Batch;
+use verl_words::keys::{FINISH_REASONS, REWARDS, SHAPED_REWARDS, finish};
+use verl_words::stage::{
     BuildContext, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
 };
 
@@ -114,9 +114,10 @@ impl Stage for ShapeUnended {
 
 #[cfg(test)]
 mod tests {
+    use verl_words::batch::RowId;
+
     use super::*;
     use crate::sink::run;
-    use verl_pipe::batch::RowId;
 
     #[track_caller]
     fn check(penalty: Option<f64>, coef: Option<f64>, expected: [Option<f32>; 4]) {

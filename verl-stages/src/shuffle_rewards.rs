@@ -6,10 +6,10 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::random;
-use verl_pipe::batch::Batch;
-use verl_pipe::field::{Key, Scalar};
-use verl_pipe::keys::REWARDS;
-use verl_pipe::stage::{
+use verl_words::batch::Batch;
+use verl_words::field::{Key, Scalar};
+use verl_words::keys::REWARDS;
+use verl_words::stage::{
     BuildContext, Cardinality, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
 };
 
@@ -60,9 +60,10 @@ impl Stage for ShuffleRewardsStage {
 
 #[cfg(test)]
 mod tests {
+    use verl_words::batch::RowId;
+
     use super::*;
     use crate::sink::run;
-    use verl_pipe::batch::RowId;
 
     fn shuffled(step: u64, rewards: &[Option<f32>]) -> Vec<Option<f32>> {
         let ids: Vec<RowId> = (0..rewards.len() as u64)

@@ -1,7 +1,7 @@
 //! A sink for tests of stages.
 
-use verl_pipe::batch::Batch;
-use verl_pipe::stage::{
+use verl_words::batch::Batch;
+use verl_words::stage::{
     CancelToken, Metric, Models, Reduce, Stage, StageContext, StageError, StageSink,
 };
 

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use verl_pipe::resource::{ResourceError, Snapshot, StoredState, WeightsVersion};
-use verl_pipe::stage::StageError;
+use verl_words::resource::{ResourceError, Snapshot, StoredState, WeightsVersion};
+use verl_words::stage::StageError;
 
 /// A snapshot of `state`; a stage has no weights, so the version is empty.
 pub(crate) fn snapshot<T: Clone + Send + Sync + 'static>(state: &T) -> Snapshot {

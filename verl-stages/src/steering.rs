@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::entropy_control::{EntropyController, EntropySteering};
 use verl_algos::kl_control::KlController;
-use verl_pipe::stage::{ConfigError, StageError};
+use verl_words::stage::{ConfigError, StageError};
 
 use crate::settings::refusal;
 

@@ -8,14 +8,14 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::Ragged as AlgoRagged;
 use verl_algos::losses::teacher_advantages;
-use verl_pipe::batch::{Batch, RaggedColumn, RaggedView};
-use verl_pipe::field::{LogProbTag, Support, Weights};
-use verl_pipe::keys::{ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, REF_LOG_PROBS, mask};
-use verl_pipe::stage::{
+use verl_words::batch::{Batch, RaggedColumn, RaggedView};
+use verl_words::field::{LogProbTag, Support, Weights};
+use verl_words::keys::{ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, REF_LOG_PROBS, mask};
+use verl_words::stage::{
     BuildContext, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
 };
 
-use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
+use crate::log_probs::{LogProbs, scoring_temperature, scoring_temperature_fault};
 use crate::settings::{metrics, refusal};
 
 metrics! {
@@ -88,6 +88,7 @@ impl Stage for TeacherAdvantagesStage {
             .at_temperature_of(MASK_KINDS.name())
             .reads(OLD_LOG_PROBS.tagged(tag(Weights::StepStart)))
             .reads(REF_LOG_PROBS.tagged(tag(Weights::Frozen)))
+            .scored_by(LogProbs::KIND)
             .remedy(
                 REF_LOG_PROBS.name(),
                 "add a `log_probs` stage with `model` set to the teacher and `role = \"reference\"`",
@@ -135,7 +136,7 @@ impl Stage for TeacherAdvantagesStage {
 
 #[cfg(test)]
 mod tests {
-    use verl_pipe::batch::RowId;
+    use verl_words::batch::RowId;
 
     use super::*;
     use crate::sink::run;

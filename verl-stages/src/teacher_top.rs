@@ -6,10 +6,10 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_pipe::batch::{Batch, RaggedColumn};
-use verl_pipe::field::{Field, Key, LogProbTag, Ragged, Support, Weights};
-use verl_pipe::keys::{PROMPTS, RESPONSES};
-use verl_pipe::stage::{
+use verl_words::batch::{Batch, RaggedColumn};
+use verl_words::field::{Field, Key, LogProbTag, Ragged, Support, Weights};
+use verl_words::keys::{PROMPTS, RESPONSES};
+use verl_words::stage::{
     Access, BuildContext, ConfigError, ModelWork, Stage, StageConfig, StageContext, StageError,
     StageSpec, find_model,
 };

@@ -4,17 +4,17 @@
 use std::ops::Range;
 
 use burn::tensor::Tensor;
-use verl_algos::losses::{MetricSum, Partial};
+use verl_algos::losses::{MetricId, MetricSum, Partial};
 use verl_algos::{AlgoError, Counts, CutUnit, MiniBatch};
 use verl_models::model::{ModelError, ScoreRow, StepReport, TrainedModel};
-use verl_pipe::batch::{Batch, RaggedView, RowId};
-use verl_pipe::field::{Key, Ragged};
-use verl_pipe::keys::{
+use verl_words::batch::{Batch, RaggedView, RowId};
+use verl_words::field::{Key, Ragged};
+use verl_words::keys::{
     FINISH_REASONS, MASK_KINDS, PROMPTS, ROLLOUT_MASKS, TARGET_KINDS, TARGETS, finish, mask,
 };
-use verl_pipe::run::records::{NO_SAMPLES, STAGE};
-use verl_pipe::schedule::batching::BatchPlan;
-use verl_pipe::stage::{ModelWork, StageContext, StageError};
+use verl_words::stage::{
+    BatchPlan, Metric, ModelWork, NO_SAMPLES, StageContext, StageError, StageSink, of_stage,
+};
 
 use crate::refusals::refused_row;
 
@@ -228,7 +228,7 @@ pub(crate) fn report_skipped(
         return;
     }
     // Named after the stage, as the engine does when no row reaches it.
-    let name = NO_SAMPLES.name.replace(STAGE, context.stage);
+    let name = of_stage(&NO_SAMPLES, context.stage);
     context.sink.record_named(&name, skipped as f64, 1.0);
     if skipped == steps {
         tracing::warn!(
@@ -265,6 +265,7 @@ pub(crate) struct Micro {
 #[derive(Debug, Default)]
 pub(crate) struct Shares {
     pub loss: f64,
+    /// What the loss reported.
     pub metrics: Vec<MetricSum>,
     refused: Option<AlgoError>,
 }
@@ -279,7 +280,8 @@ impl Shares {
         mini: &MiniBatch,
         ids: &[RowId],
         rows: Range<usize>,
-        (cuts, unit): (Cuts, CutUnit),
+        cuts: Cuts,
+        unit: CutUnit,
         mut accumulate: impl FnMut(&Micro, &mut Shares) -> Result<f64, ModelError>,
     ) -> Result<Shares, StageError> {
         let mut shares = Shares::default();
@@ -300,6 +302,20 @@ impl Shares {
             shares.loss += value.map_err(|error| refused_row(error, ids))?;
         }
         Ok(shares)
+    }
+
+    /// The value of `id` in the mini-batch, if the loss reported it.
+    pub(crate) fn value(&self, id: MetricId) -> Option<f64> {
+        MetricSum::find(&self.metrics, id)
+    }
+
+    /// Records each of `metrics` that the loss reported.
+    pub(crate) fn record(&self, metrics: &[(MetricId, Metric)], sink: &mut dyn StageSink) {
+        for (id, metric) in metrics {
+            if let Some(value) = self.value(*id) {
+                sink.record(metric, value, 1.0);
+            }
+        }
     }
 
     /// Adds a share and returns the loss to backpropagate. A model's pass cannot return errors of the maths, so such an

@@ -15,25 +15,25 @@ use std::ops::Range;
 use burn::tensor::Tensor;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_algos::losses::{LossInput, Partial};
+use verl_algos::losses::{LossInput, MetricId, Partial};
 use verl_algos::{AlgoError, Counts, MicroBatch, MiniBatch, Preferences};
+use verl_declare::part::Part;
 use verl_models::model::{PackedScores, PolicyModel};
-use verl_pipe::batch::{Batch, RaggedView, RowId};
-use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
-use verl_pipe::keys::{
+use verl_words::batch::{Batch, RaggedView, RowId};
+use verl_words::field::{Key, LogProbTag, Ragged, Support, Weights};
+use verl_words::keys::{
     ADVANTAGES, FINISH_REASONS, MASK_KINDS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS,
     ROLLOUT_LOG_PROBS, ROLLOUT_MASKS, ROLLOUT_WEIGHTS, TARGET_KINDS,
 };
-use verl_pipe::part::Part;
-use verl_pipe::resource::{Snapshot, StoredState, WeightsVersion};
-use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Shown, Stage,
-    StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
+use verl_words::resource::{Snapshot, StoredState, WeightsVersion};
+use verl_words::stage::{
+    Access, BuildContext, Cardinality, ConfigError, Metric, MetricRole, Reduce, RowRule, Shown,
+    Stage, StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
 use crate::advantages::{NO_OLD, NO_REFERENCE};
 use crate::generate::TOKENS;
-use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
+use crate::log_probs::{LogProbs, scoring_temperature, scoring_temperature_fault};
 use crate::losses::{Grpo, KL_PENALTY, Loss, LossState, PolicyObjective};
 use crate::model::{POLICY, PolicyResource};
 use crate::settings::metrics;
@@ -42,10 +42,10 @@ use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
 use inputs::StepPosition;
 
 metrics! {
-    LOSS: "actor/loss", "", "loss of a mini-batch, all terms with their coefficients";
-    GRAD_NORM: "actor/grad_norm", "", "global gradient norm before clipping";
-    LEARNING_RATE: "actor/learning_rate", "", "learning rate of the optimiser step";
-    FIRST_PPO_KL: "actor/first_ppo_kl", "nats", "mean of old minus current log-probs on the first mini-batch of the step, where both come from the same weights: 0 except for rounding";
+    LOSS: "actor/loss", "", "loss of a mini-batch, all terms with their coefficients", Loss;
+    GRAD_NORM: "actor/grad_norm", "", "global gradient norm before clipping", GradientNorm;
+    LEARNING_RATE: "actor/learning_rate", "", "learning rate of the optimiser step", LearningRate;
+    FIRST_PPO_KL: "actor/first_ppo_kl", "nats", "mean of old minus current log-probs on the first mini-batch of the step, where both come from the same weights: 0 except for rounding", SameWeightsDifference;
     KL_COEF: "actor/kl_coef", "", "coefficient of the KL in the loss, when it is adaptive";
     ENTROPY_COEF: "actor/entropy_coef", "", "coefficient of the entropy bonus after the optimiser step, when it is adaptive; 0 while the entropy is above its target";
     REWARD_SHIFT: "preference/reward_shift", "nats", "running mean of implicit rewards, δ of `bco_pair`";
@@ -57,6 +57,7 @@ pub const OPTIMIZER_STEPS: Metric = Metric {
     unit: "optimiser steps",
     meaning: "optimiser steps taken; fewer than planned when mini-batches contain no token to train on",
     reduce: Reduce::Sum,
+    role: Some(MetricRole::OptimizerSteps),
 };
 
 /// Settings of stage `update`.
@@ -261,8 +262,8 @@ impl UpdateStage {
             .transpose()
             .map_err(StageError::failed)?;
         let entropies = self.loss.reads(LossInput::Entropies);
-        let cut = (self.cuts, self.loss.objective.cut_unit());
-        let shares = Shares::of(&mini, columns.rows.ids(), rows, cut, |micro, shares| {
+        let (ids, unit) = (columns.rows.ids(), self.loss.objective.cut_unit());
+        let shares = Shares::of(&mini, ids, rows, self.cuts, unit, |micro, shares| {
             policy.accumulate(
                 &columns.rows.score_rows(micro.rows.clone()),
                 &|row, token| columns.rows.is_action(micro.rows.start + row, token),
@@ -293,15 +294,15 @@ impl UpdateStage {
         sink.record(&LOSS, shares.loss, 1.0);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
-        let first_kl = shares.metrics.iter().find(|sum| sum.name == "ppo_kl");
-        if let Some(first_kl) = first_kl.filter(|_| at.is_first) {
-            sink.record(&FIRST_PPO_KL, first_kl.value(), 1.0);
+        let update_kl = shares.value(MetricId::PPO_KL);
+        if let Some(first_kl) = update_kl.filter(|_| at.is_first) {
+            sink.record(&FIRST_PPO_KL, first_kl, 1.0);
         }
         for total in &shares.metrics {
             let mut metrics = self.loss.metrics.iter();
-            match metrics.find(|(name, _)| *name == total.name) {
+            match metrics.find(|(id, _)| *id == total.id) {
                 Some((_, metric)) => sink.record(metric, total.value(), 1.0),
-                None => sink.record_named(&format!("actor/{}", total.name), total.value(), 1.0),
+                None => sink.record_named(&format!("actor/{}", total.name()), total.value(), 1.0),
             }
         }
         Ok(true)
@@ -385,6 +386,7 @@ impl Stage for UpdateStage {
         let mut spec = StageSpec::new()
             .reads(PROMPTS)
             .reads(self.loss.tokens)
+            .scored_by(LogProbs::KIND)
             .at_temperature_of(self.loss.tokens.name());
         spec = match self.loss.on_responses() {
             true => spec.reads(MASK_KINDS),
@@ -438,7 +440,7 @@ impl Stage for UpdateStage {
         self.warning
             .iter()
             .cloned()
-            .fold(spec, StageSpec::doubts)
+            .fold(spec, StageSpec::warning)
             .shows(Shown::of(&LOSS, "loss", rank))
             .shows(Shown::of(&GRAD_NORM, "grad", Shown::GRADIENT).narrow())
             .shows(Shown::of(&LEARNING_RATE, "lr", Shown::DETAIL + 2))
@@ -488,11 +490,13 @@ impl Stage for UpdateStage {
                 return Err(StageError::Cancelled);
             }
             if let Some(reference) = &self.loss.reference {
-                let models = (self.config.model.as_str(), reference.as_str());
                 let scored = columns.rows.score_rows(rows.clone());
-                let temperature = self.temperature;
-                let scored = (&columns.ids[rows.clone()], scored.as_slice());
-                let baseline = judged::baseline(context.models, models, temperature, scored)?;
+                let baseline = judged::Baseline {
+                    policy: &self.config.model,
+                    reference,
+                    temperature: self.temperature,
+                };
+                let baseline = baseline.of(context.models, &columns.ids[rows.clone()], &scored)?;
                 columns.kl_baseline = Some(baseline);
             }
             let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;

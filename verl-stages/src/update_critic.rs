@@ -7,17 +7,17 @@ use std::ops::Range;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_algos::losses::{Objective, ValueLoss};
+use verl_algos::losses::{MetricId, Objective, ValueLoss};
 use verl_algos::{MicroBatch, MiniBatch};
 use verl_models::model::ValueModel;
-use verl_pipe::batch::{Batch, RaggedView};
-use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES, RETURNS, VALUES};
-use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Shown, Stage,
-    StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
+use verl_words::batch::{Batch, RaggedView};
+use verl_words::keys::{MASK_KINDS, PROMPTS, RESPONSES, RETURNS, VALUES};
+use verl_words::stage::{
+    Access, BuildContext, Cardinality, ConfigError, Metric, MetricRole, Reduce, RowRule, Shown,
+    Stage, StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
-use crate::losses::aggregation;
+use crate::losses::{AggregationName, aggregation};
 use crate::model::{VALUE_MODEL, ValueResource};
 use crate::settings::metrics;
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
@@ -26,11 +26,11 @@ use crate::values::values_of;
 metrics! {
     LOSS: "critic/loss", "", "value loss of a mini-batch";
     CLIPPED: "critic/clipfrac", "share", "share of tokens where the clipped term of the loss is the larger one";
-    GRAD_NORM: "critic/grad_norm", "", "global gradient norm before clipping";
-    LEARNING_RATE: "critic/learning_rate", "", "learning rate of the optimiser step";
+    GRAD_NORM: "critic/grad_norm", "", "global gradient norm before clipping", GradientNorm;
+    LEARNING_RATE: "critic/learning_rate", "", "learning rate of the optimiser step", LearningRate;
     VALUES_MEAN: "critic/values_mean", "reward", "mean value over response tokens, before the update";
     RETURNS_MEAN: "critic/returns_mean", "reward", "mean return over response tokens";
-    EXPLAINED_VARIANCE: "critic/explained_variance", "share", "1 − Var(returns − values) / Var(returns) over response tokens, before the update; above 0 the critic predicts better than a constant, 1 is perfect; not reported when all returns are equal";
+    EXPLAINED_VARIANCE: "critic/explained_variance", "share", "1 − Var(returns − values) / Var(returns) over response tokens, before the update; above 0 the critic predicts better than a constant, 1 is perfect; not reported when all returns are equal", ExplainedVariance;
 }
 
 /// Optimiser steps of the step.
@@ -39,6 +39,7 @@ pub const OPTIMIZER_STEPS: Metric = Metric {
     unit: "optimiser steps",
     meaning: "optimiser steps taken; fewer than planned when mini-batches contain no token to train on",
     reduce: Reduce::Sum,
+    role: Some(MetricRole::OptimizerSteps),
 };
 
 /// Settings of stage `update_critic`.
@@ -49,9 +50,8 @@ pub struct UpdateCritic {
     pub model: String,
     /// How far a value may move from the one at the start of the step; moving further gains nothing. 0: no limit.
     pub clip: f64,
-    /// How token losses become one number: `token-mean`, `seq-mean-token-mean`, `seq-mean-token-sum`,
-    /// `seq-mean-token-sum-norm`, `token-sum`.
-    pub aggregation: String,
+    /// How token losses become one number.
+    pub aggregation: AggregationName,
     /// Divisor of `seq-mean-token-sum-norm`: the longest response in tokens.
     pub loss_scale_factor: Option<f64>,
     /// Passes over the step's rows (passes); those of `batch` when absent.
@@ -63,7 +63,7 @@ impl Default for UpdateCritic {
         UpdateCritic {
             model: "critic".to_owned(),
             clip: 0.5,
-            aggregation: "token-mean".to_owned(),
+            aggregation: AggregationName::TokenMean,
             loss_scale_factor: None,
             epochs: None,
         }
@@ -90,7 +90,7 @@ impl StageConfig for UpdateCritic {
                 "set it to 1 or more, or remove it",
             ));
         }
-        let aggregation = aggregation(&self.aggregation, self.loss_scale_factor)
+        let aggregation = aggregation(self.aggregation, self.loss_scale_factor)
             .map_err(|error| faults.push(error));
         let (Ok(aggregation), true) = (aggregation, faults.is_empty()) else {
             return Err(faults);
@@ -180,8 +180,8 @@ impl UpdateCriticStage {
             return Ok(false);
         }
         let prepared = self.objective.prepare(&mini).map_err(StageError::failed)?;
-        let cut = (self.cuts, self.objective.cut_unit());
-        let shares = Shares::of(&mini, columns.rows.ids(), rows, cut, |micro, shares| {
+        let (ids, unit) = (columns.rows.ids(), self.objective.cut_unit());
+        let shares = Shares::of(&mini, ids, rows, self.cuts, unit, |micro, shares| {
             critic.accumulate(
                 &columns.rows.score_rows(micro.rows.clone()),
                 &|row, token| columns.rows.is_action(micro.rows.start + row, token),
@@ -197,9 +197,7 @@ impl UpdateCriticStage {
         sink.record(&LOSS, shares.loss, 1.0);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
-        if let Some(clipped) = shares.metrics.iter().find(|m| m.name == "vf_clipfrac") {
-            sink.record(&CLIPPED, clipped.value(), 1.0);
-        }
+        shares.record(&[(MetricId::VF_CLIPFRAC, CLIPPED)], sink);
         Ok(true)
     }
 }
@@ -248,8 +246,8 @@ impl Stage for UpdateCriticStage {
 #[cfg(test)]
 mod tests {
     use verl_models::model::ScoreRow;
-    use verl_pipe::batch::RaggedColumn;
-    use verl_pipe::stage::Models;
+    use verl_words::batch::RaggedColumn;
+    use verl_words::stage::Models;
 
     use super::*;
     use crate::model::value::testing;
@@ -372,7 +370,7 @@ mod tests {
     fn invalid_settings_are_reported_together() {
         let config = UpdateCritic {
             clip: -0.5,
-            aggregation: "mean".to_owned(),
+            aggregation: AggregationName::SeqMeanTokenSumNorm,
             epochs: Some(0),
             ..UpdateCritic::default()
         };
@@ -383,6 +381,6 @@ mod tests {
             .into_iter()
             .map(|f| f.setting)
             .collect();
-        assert_eq!(settings, ["clip", "epochs", "aggregation"]);
+        assert_eq!(settings, ["clip", "epochs", "loss_scale_factor"]);
     }
 }

@@ -9,11 +9,12 @@ use std::ops::Range;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::ilql::{IlqlBatch, IlqlLoss, IlqlMicroBatch, TargetSync};
+use verl_algos::losses::MetricId;
 use verl_algos::{Counts, CutUnit, MiniBatch, Ragged as AlgoRagged};
-use verl_models::ilql::IlqlModel;
-use verl_pipe::batch::Batch;
-use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES, REWARDS};
-use verl_pipe::stage::{
+use verl_models::ilql::{IlqlModel, IlqlPolicy};
+use verl_words::batch::Batch;
+use verl_words::keys::{MASK_KINDS, PROMPTS, RESPONSES, REWARDS};
+use verl_words::stage::{
     Access, BuildContext, Cardinality, ConfigError, RowRule, Shown, Stage, StageConfig,
     StageContext, StageError, StageSink, StageSpec, find_model,
 };
@@ -23,15 +24,15 @@ use crate::settings::{metrics, refusal};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
 
 metrics! {
-    LOSS: "ilql/loss", "", "loss of a mini-batch, all terms with their coefficients";
+    LOSS: "ilql/loss", "", "loss of a mini-batch, all terms with their coefficients", Loss;
     Q_LOSS: "ilql/q_loss", "", "squared error of Q against reward and the next state's value, summed over heads";
     V_LOSS: "ilql/v_loss", "", "expectile error of V against the slow copies of Q";
     CQL_LOSS: "ilql/cql_loss", "nats", "cross-entropy of softmax(Q) against the logged tokens, summed over heads";
     AWAC_LOSS: "ilql/awac_loss", "nats", "negative log-likelihood of the logged tokens, weighted by advantage";
     VALUE: "ilql/value", "reward", "mean value of the states in which tokens were chosen";
     TARGET_Q: "ilql/target_q", "reward", "mean of the smaller slow Q of the logged tokens";
-    GRAD_NORM: "ilql/grad_norm", "", "global gradient norm before clipping";
-    LEARNING_RATE: "ilql/learning_rate", "", "learning rate of the optimiser step";
+    GRAD_NORM: "ilql/grad_norm", "", "global gradient norm before clipping", GradientNorm;
+    LEARNING_RATE: "ilql/learning_rate", "", "learning rate of the optimiser step", LearningRate;
 }
 
 /// Settings of stage `update_ilql`.
@@ -178,7 +179,8 @@ impl UpdateIlqlStage {
             &mini,
             columns.rows.ids(),
             rows,
-            (self.cuts, CutUnit::Row),
+            self.cuts,
+            CutUnit::Row,
             |micro, shares| {
                 let start = micro.rows.start;
                 model.accumulate_ilql(
@@ -205,18 +207,15 @@ impl UpdateIlqlStage {
             model.sync_targets(sync.alpha).map_err(StageError::failed)?;
         }
         sink.record(&LOSS, shares.loss, 1.0);
-        for (name, metric) in [
-            ("q_loss", Q_LOSS),
-            ("v_loss", V_LOSS),
-            ("cql_loss", CQL_LOSS),
-            ("awac_loss", AWAC_LOSS),
-            ("value", VALUE),
-            ("target_q", TARGET_Q),
-        ] {
-            if let Some(found) = shares.metrics.iter().find(|m| m.name == name) {
-                sink.record(&metric, found.value(), 1.0);
-            }
-        }
+        let reported = [
+            (MetricId::Q_LOSS, Q_LOSS),
+            (MetricId::V_LOSS, V_LOSS),
+            (MetricId::CQL_LOSS, CQL_LOSS),
+            (MetricId::AWAC_LOSS, AWAC_LOSS),
+            (MetricId::VALUE, VALUE),
+            (MetricId::TARGET_Q, TARGET_Q),
+        ];
+        shares.record(&reported, sink);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
         Ok(true)
@@ -250,7 +249,7 @@ impl Stage for UpdateIlqlStage {
         let columns = Columns::new(&input)?;
         let name = &self.config.model;
         let resource = find_model::<PolicyResource>(context.models, name)?;
-        let Some(model) = resource.policy.ilql() else {
+        let Some(model) = IlqlPolicy::of(resource.policy.as_mut()) else {
             return Err(StageError::Model {
                 name: name.clone(),
                 reason: "has no value heads; declare it with `kind = \"ilql_lm\"`".to_owned(),
@@ -272,7 +271,7 @@ impl Stage for UpdateIlqlStage {
 
 #[cfg(test)]
 mod tests {
-    use verl_pipe::batch::{RaggedColumn, RowId};
+    use verl_words::batch::{RaggedColumn, RowId};
 
     use super::*;
 

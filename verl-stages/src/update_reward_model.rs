@@ -7,12 +7,12 @@ use std::ops::Range;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_algos::losses::{Objective, RewardModelLoss, RowLoss};
+use verl_algos::losses::{MetricId, Objective, RewardModelLoss, RowLoss};
 use verl_algos::{Aggregation, Counts, MicroBatch, MiniBatch, Preferences};
 use verl_models::model::ValueModel;
-use verl_pipe::batch::Batch;
-use verl_pipe::keys::{MARGINS, PROMPTS, RESPONSES};
-use verl_pipe::stage::{
+use verl_words::batch::Batch;
+use verl_words::keys::{MARGINS, PROMPTS, RESPONSES};
+use verl_words::stage::{
     Access, BuildContext, Cardinality, ConfigError, Metric, RowRule, Shown, Stage, StageConfig,
     StageContext, StageError, StageSink, StageSpec, find_model,
 };
@@ -23,21 +23,21 @@ use crate::settings::{metrics, refusal};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares};
 
 metrics! {
-    LOSS: "reward_model/loss", "", "Bradley–Terry loss of a mini-batch, centring included";
+    LOSS: "reward_model/loss", "", "Bradley–Terry loss of a mini-batch, centring included", Loss;
     ACCURACY: "reward_model/accuracy", "share", "share of pairs whose chosen response scores higher, before each optimiser step";
     MARGIN: "reward_model/margin", "reward", "mean score of chosen minus rejected responses";
     CHOSEN: "reward_model/chosen_mean", "reward", "mean score of chosen responses";
     REJECTED: "reward_model/rejected_mean", "reward", "mean score of rejected responses";
-    GRAD_NORM: "reward_model/grad_norm", "", "global gradient norm before clipping";
-    LEARNING_RATE: "reward_model/learning_rate", "", "learning rate of the optimiser step";
+    GRAD_NORM: "reward_model/grad_norm", "", "global gradient norm before clipping", GradientNorm;
+    LEARNING_RATE: "reward_model/learning_rate", "", "learning rate of the optimiser step", LearningRate;
 }
 
-/// Names in `verl_algos` and the metrics under which they are reported.
-const REPORTED: [(&str, Metric); 4] = [
-    ("reward_accuracies", ACCURACY),
-    ("reward_margins", MARGIN),
-    ("rewards_chosen", CHOSEN),
-    ("rewards_rejected", REJECTED),
+/// What the loss reports, and the metrics as which it is recorded.
+const REPORTED: [(MetricId, Metric); 4] = [
+    (MetricId::REWARD_ACCURACIES, ACCURACY),
+    (MetricId::REWARD_MARGINS, MARGIN),
+    (MetricId::REWARDS_CHOSEN, CHOSEN),
+    (MetricId::REWARDS_REJECTED, REJECTED),
 ];
 
 /// Rows of a pair.
@@ -134,7 +134,8 @@ impl UpdateRewardModelStage {
     fn mini_step(
         &mut self,
         model: &mut dyn ValueModel,
-        (columns, margins): (&Rows<'_>, Option<&[f64]>),
+        columns: &Rows<'_>,
+        margins: Option<&[f64]>,
         rows: Range<usize>,
         sink: &mut dyn StageSink,
     ) -> Result<(), StageError> {
@@ -142,8 +143,8 @@ impl UpdateRewardModelStage {
         let margins = margins.map(|margins| margins[pairs].to_vec());
         let mini = mini_batch(rows.len(), margins);
         let prepared = self.objective.prepare(&mini).map_err(StageError::failed)?;
-        let cut = (self.cuts, self.objective.cut_unit());
-        let shares = Shares::of(&mini, columns.ids(), rows, cut, |micro, shares| {
+        let (cuts, unit) = (self.cuts, self.objective.cut_unit());
+        let shares = Shares::of(&mini, columns.ids(), rows, cuts, unit, |micro, shares| {
             let rows = columns.score_rows(micro.rows.clone());
             model.accumulate_scores(&rows, &mut |scores| {
                 let rows = micro.tokens.clone().collect();
@@ -155,11 +156,7 @@ impl UpdateRewardModelStage {
         sink.record(&LOSS, shares.loss, 1.0);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
-        for (name, metric) in REPORTED {
-            if let Some(sum) = shares.metrics.iter().find(|sum| sum.name == name) {
-                sink.record(&metric, sum.value(), 1.0);
-            }
-        }
+        shares.record(&REPORTED, sink);
         Ok(())
     }
 }
@@ -209,8 +206,8 @@ impl Stage for UpdateRewardModelStage {
             if context.cancel.is_cancelled() {
                 return Err(StageError::Cancelled);
             }
-            let columns = (&columns, margins.as_deref());
-            self.mini_step(resource.model.as_mut(), columns, rows, context.sink)?;
+            let (model, margins) = (resource.model.as_mut(), margins.as_deref());
+            self.mini_step(model, &columns, margins, rows, context.sink)?;
         }
         Ok(())
     }
@@ -218,8 +215,8 @@ impl Stage for UpdateRewardModelStage {
 
 #[cfg(test)]
 mod tests {
-    use verl_pipe::batch::RowId;
-    use verl_pipe::stage::Models;
+    use verl_words::batch::RowId;
+    use verl_words::stage::Models;
 
     use super::*;
     use crate::model::value::testing;

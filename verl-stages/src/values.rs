@@ -2,10 +2,10 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_pipe::batch::{Batch, RaggedColumn};
-use verl_pipe::field::{Field, LogProbTag, Weights};
-use verl_pipe::keys::{PROMPTS, RESPONSES, VALUES};
-use verl_pipe::stage::{
+use verl_words::batch::{Batch, RaggedColumn};
+use verl_words::field::{Field, LogProbTag, Weights};
+use verl_words::keys::{PROMPTS, RESPONSES, VALUES};
+use verl_words::stage::{
     Access, BuildContext, ConfigError, ModelWork, Stage, StageConfig, StageContext, StageError,
     StageSpec, find_model,
 };
@@ -85,7 +85,7 @@ impl Stage for ValuesStage {
 #[cfg(test)]
 mod tests {
     use verl_models::model::ScoreRow;
-    use verl_pipe::stage::Models;
+    use verl_words::stage::Models;
 
     use super::*;
     use crate::model::value::testing;
@@ -119,7 +119,7 @@ mod tests {
             let expected = critic.model.values(&[whole]).unwrap().remove(0);
             assert_eq!(values.get(&VALUES).unwrap().row(row), expected);
             let score = critic.model.scores(&[whole]).unwrap()[0];
-            let rewards = rewards.get(&verl_pipe::keys::REWARDS).unwrap();
+            let rewards = rewards.get(&verl_words::keys::REWARDS).unwrap();
             assert_eq!(rewards.row(row), Some(score));
             // The first value is the critic's score of the prompt without a response.
             assert_eq!(critic.model.scores(&[row_of(&[])]).unwrap()[0], expected[0]);

@@ -6,7 +6,7 @@ use super::batch::{IlqlBatch, IlqlMicroBatch};
 use super::terms::Live;
 use crate::aggregate::{Aggregation, token_weights};
 use crate::error::{AlgoError, check_setting};
-use crate::losses::{Metric, Partial, Share};
+use crate::losses::{Metric, MetricId, Partial, Share};
 use crate::tensor::at_least_f32;
 
 /// Q + V + `cql_scale` · CQL + `awac_scale` · AWAC, each a mean over the K actions whose states are alive.
@@ -125,23 +125,23 @@ impl PreparedIlql<'_> {
         }
         let live = Live::new(micro, &steps, self.loss.gamma)?;
         let terms = [
-            ("q_loss", 1.0, live.q_loss()),
-            ("v_loss", 1.0, live.v_loss(self.loss.tau)),
-            ("cql_loss", self.loss.cql_scale, live.cql_loss()?),
+            (MetricId::Q_LOSS, 1.0, live.q_loss()),
+            (MetricId::V_LOSS, 1.0, live.v_loss(self.loss.tau)),
+            (MetricId::CQL_LOSS, self.loss.cql_scale, live.cql_loss()?),
             (
-                "awac_loss",
+                MetricId::AWAC_LOSS,
                 self.loss.awac_scale,
                 live.awac_loss(self.loss.beta)?,
             ),
         ];
         let mut loss: Option<Tensor<1>> = None;
         let mut metrics = live.means();
-        for (name, scale, per_action) in terms {
+        for (id, scale, per_action) in terms {
             let value = per_action.sum() * self.weight;
             // A disabled term has no effect, even if it is infinite.
             let is_on = scale != 0.0;
             metrics.push(Metric {
-                name,
+                id,
                 number: value.clone().detach(),
                 share: if is_on { Share::Sum } else { Share::Reported },
             });
@@ -191,7 +191,7 @@ mod tests {
         let partial = loss.prepare(batch).unwrap().loss(micro).unwrap();
         let mut terms = partial.read_metrics().unwrap();
         terms.push(MetricSum {
-            name: "loss",
+            id: MetricId::new("loss"),
             number: read(partial.loss)[0],
             share: Share::Sum,
         });
@@ -199,9 +199,9 @@ mod tests {
     }
 
     #[track_caller]
-    fn check(terms: &[MetricSum], name: &str, expected: f64) {
-        let got = terms.iter().find(|m| m.name == name).unwrap().value();
-        assert!((got - expected).abs() < 1e-9, "{name} is {got}");
+    fn check(terms: &[MetricSum], id: MetricId, expected: f64) {
+        let got = MetricSum::find(terms, id).unwrap();
+        assert!((got - expected).abs() < 1e-9, "{id} is {got}");
     }
 
     #[test]
@@ -209,16 +209,16 @@ mod tests {
         let loss = IlqlLoss::default();
         let terms = terms(loss, &batch(), &micro());
         // (.4 − .99·.5)² and (.3 − 1)², over 2
-        check(&terms, "q_loss", (0.009025 + 0.49) / 2.0);
+        check(&terms, MetricId::Q_LOSS, (0.009025 + 0.49) / 2.0);
         // .7·.4² and .3·.4², over 2
-        check(&terms, "v_loss", 0.08);
+        check(&terms, MetricId::V_LOSS, 0.08);
         let cql = ((-0.4f64).exp().ln_1p() + (-0.3f64).exp().ln_1p()) / 2.0;
-        check(&terms, "cql_loss", cql);
-        check(&terms, "awac_loss", 2f64.ln());
-        check(&terms, "value", 0.35);
-        check(&terms, "target_q", 0.35);
+        check(&terms, MetricId::CQL_LOSS, cql);
+        check(&terms, MetricId::AWAC_LOSS, 2f64.ln());
+        check(&terms, MetricId::VALUE, 0.35);
+        check(&terms, MetricId::TARGET_Q, 0.35);
         let total = 0.2495125 + 0.08 + 0.1 * cql + 2f64.ln();
-        check(&terms, "loss", total);
+        check(&terms, MetricId::new("loss"), total);
     }
 
     #[test]
@@ -229,7 +229,7 @@ mod tests {
         };
         let terms = terms(loss, &batch(), &micro());
         let expected = (0.6f64.exp() + (-0.6f64).exp()) / 2.0 * 2f64.ln();
-        check(&terms, "awac_loss", expected);
+        check(&terms, MetricId::AWAC_LOSS, expected);
     }
 
     #[test]
@@ -237,7 +237,7 @@ mod tests {
         let mut declared = batch();
         declared.counts = Counts::declared(8, 4);
         let terms = terms(IlqlLoss::default(), &declared, &micro());
-        check(&terms, "v_loss", 0.08 * 2.0 / 8.0);
+        check(&terms, MetricId::V_LOSS, 0.08 * 2.0 / 8.0);
         declared.counts = Counts {
             dp_size: 2,
             ..Counts::LOCAL
@@ -252,7 +252,7 @@ mod tests {
         cut_short.alive = Ragged::from_rows([vec![true, true, true], vec![false]]);
         let terms = terms(IlqlLoss::default(), &cut_short, &micro());
         let last = 0.3 - 1.0 - 0.99 * 0.1;
-        check(&terms, "q_loss", (0.009025 + last * last) / 2.0);
+        check(&terms, MetricId::Q_LOSS, (0.009025 + last * last) / 2.0);
     }
 
     #[test]
@@ -264,8 +264,8 @@ mod tests {
             ..IlqlLoss::default()
         };
         let terms = terms(loss, &batch(), &micro);
-        let total = terms.iter().find(|m| m.name == "loss").unwrap();
-        assert!(total.number.is_finite());
+        let total = MetricSum::find(&terms, MetricId::new("loss")).unwrap();
+        assert!(total.is_finite());
     }
 
     #[test]

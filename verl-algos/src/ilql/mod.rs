@@ -15,6 +15,7 @@
 //! use burn::tensor::{Device, Tensor};
 //! use verl_algos::Ragged;
 //! use verl_algos::ilql::{IlqlBatch, IlqlLoss, IlqlMicroBatch};
+//! use verl_algos::losses::{MetricId, MetricSum};
 //!
 //! // One row: the tokens 1 and 0, and a return of 1 after them.
 //! let batch = IlqlBatch::from_returns(Ragged::from_rows([[1u32, 0]]), &[1.0])?;
@@ -28,8 +29,8 @@
 //!     values: Tensor::from_floats([0.2, 0.5, 0.1], &device).require_grad(),
 //!     logits: Tensor::zeros([2, 2], &device),
 //! })?;
-//! let value_loss = partial.read_metrics()?.into_iter().find(|m| m.name == "v_loss");
-//! assert!((value_loss.unwrap().number - 0.08).abs() < 1e-6);
+//! let value_loss = MetricSum::find(&partial.read_metrics()?, MetricId::V_LOSS);
+//! assert!((value_loss.unwrap() - 0.08).abs() < 1e-6);
 //! # Ok::<(), verl_algos::AlgoError>(())
 //! ```
 //!

@@ -6,7 +6,7 @@ use super::batch::{IlqlMicroBatch, Steps};
 use crate::error::AlgoError;
 use crate::functions::exp;
 use crate::log_probs::log_probs_from_logits;
-use crate::losses::{Metric, Share};
+use crate::losses::{Metric, MetricId, Share};
 use crate::tensor::{at_least_f32, constant_like, indices_like};
 
 /// Outputs of the heads for the actions that count.
@@ -104,16 +104,16 @@ impl Live {
     }
 
     pub(super) fn means(&self) -> Vec<Metric> {
-        let mean = |name, values: &Tensor<1>| Metric {
-            name,
+        let mean = |id, values: &Tensor<1>| Metric {
+            id,
             number: values.clone().detach().sum(),
             share: Share::Mean {
                 count: values.dims()[0],
             },
         };
         vec![
-            mean("value", &self.values),
-            mean("target_q", &self.target_q),
+            mean(MetricId::VALUE, &self.values),
+            mean(MetricId::TARGET_Q, &self.target_q),
         ]
     }
 }

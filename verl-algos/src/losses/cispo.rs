@@ -1,7 +1,7 @@
 //! Clipped importance weights with an unclipped gradient.
 
 use super::clipped_policy::{check_clip, log_ratio};
-use super::{PerToken, PreparedTokens, TokenLoss};
+use super::{MetricId, PerToken, PreparedTokens, TokenLoss};
 use crate::error::{AlgoError, check_setting};
 use crate::functions::exp;
 use crate::tensor::ones_where;
@@ -46,8 +46,8 @@ impl CispoLoss {
 }
 
 impl TokenLoss for CispoLoss {
-    fn name(&self) -> &'static str {
-        "cispo_loss"
+    fn id(&self) -> MetricId {
+        MetricId::new("cispo_loss")
     }
 
     fn check(&self) -> Result<(), AlgoError> {
@@ -72,9 +72,9 @@ impl TokenLoss for CispoLoss {
         Ok(PerToken {
             loss: tokens.times_rollout_weights(loss),
             metrics: vec![
-                ("pg_clipfrac", ones_where(clipped, &d)),
-                ("cispo_clip_ratio", ones_where(above, &d)),
-                ("ppo_kl", -d),
+                (MetricId::PG_CLIPFRAC, ones_where(clipped, &d)),
+                (MetricId::new("cispo_clip_ratio"), ones_where(above, &d)),
+                (MetricId::PPO_KL, -d),
             ],
         })
     }

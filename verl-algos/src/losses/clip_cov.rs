@@ -2,7 +2,7 @@
 
 use super::clipped_policy::{check_clip, clipped_surrogate};
 use super::covariance::{check_share, covariances, selected_count};
-use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
+use super::{LossInput, MetricId, PerToken, PreparedTokens, TokenLoss};
 use crate::batch::{MiniBatch, require};
 use crate::error::{AlgoError, check_setting};
 use crate::functions::exp;
@@ -67,8 +67,8 @@ impl ClipCovLoss {
 }
 
 impl TokenLoss for ClipCovLoss {
-    fn name(&self) -> &'static str {
-        "clip_cov_loss"
+    fn id(&self) -> MetricId {
+        MetricId::new("clip_cov_loss")
     }
 
     fn inputs(&self) -> &'static [LossInput] {
@@ -112,7 +112,10 @@ impl TokenLoss for ClipCovLoss {
         let loss = clipped.loss.mask_fill(left_out.clone(), 0.0);
         Ok(PerToken {
             loss: tokens.times_rollout_weights(loss),
-            metrics: vec![("pg_clipfrac", ones_where(left_out, &d)), ("ppo_kl", -d)],
+            metrics: vec![
+                (MetricId::PG_CLIPFRAC, ones_where(left_out, &d)),
+                (MetricId::PPO_KL, -d),
+            ],
         })
     }
 }

@@ -2,7 +2,7 @@
 
 use burn::tensor::Tensor;
 
-use super::{PerToken, PreparedTokens, TokenLoss};
+use super::{MetricId, PerToken, PreparedTokens, TokenLoss};
 use crate::error::{AlgoError, check_setting};
 use crate::functions::exp;
 
@@ -43,8 +43,8 @@ impl Default for ClippedPolicyLoss {
 }
 
 impl TokenLoss for ClippedPolicyLoss {
-    fn name(&self) -> &'static str {
-        "pg_loss"
+    fn id(&self) -> MetricId {
+        MetricId::new("pg_loss")
     }
 
     fn check(&self) -> Result<(), AlgoError> {
@@ -76,9 +76,9 @@ impl TokenLoss for ClippedPolicyLoss {
         Ok(PerToken {
             loss: tokens.times_rollout_weights(loss),
             metrics: vec![
-                ("pg_clipfrac", clipped.clipped),
-                ("pg_clipfrac_lower", lower),
-                ("ppo_kl", -d),
+                (MetricId::PG_CLIPFRAC, clipped.clipped),
+                (MetricId::PG_CLIPFRAC_LOWER, lower),
+                (MetricId::PPO_KL, -d),
             ],
         })
     }

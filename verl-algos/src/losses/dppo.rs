@@ -3,7 +3,7 @@
 use burn::tensor::{Bool, Tensor};
 
 use super::clipped_policy::{check_clip, log_ratio};
-use super::{PerToken, PreparedTokens, TokenLoss};
+use super::{MetricId, PerToken, PreparedTokens, TokenLoss};
 use crate::error::{AlgoError, check_setting};
 use crate::functions::{exp, log};
 use crate::tensor::ones_where;
@@ -100,11 +100,11 @@ impl DppoLoss {
 }
 
 impl TokenLoss for DppoLoss {
-    fn name(&self) -> &'static str {
-        match self.divergence {
+    fn id(&self) -> MetricId {
+        MetricId::new(match self.divergence {
             DppoDivergence::Tv => "dppo_tv_loss",
             DppoDivergence::Kl => "dppo_kl_loss",
-        }
+        })
     }
 
     fn check(&self) -> Result<(), AlgoError> {
@@ -132,9 +132,12 @@ impl TokenLoss for DppoLoss {
         Ok(PerToken {
             loss: tokens.times_rollout_weights(loss),
             metrics: vec![
-                ("pg_clipfrac", ones_where(outside, &d)),
-                ("pg_clipfrac_lower", ones_where(capped.bool_and(inside), &d)),
-                ("ppo_kl", -d),
+                (MetricId::PG_CLIPFRAC, ones_where(outside, &d)),
+                (
+                    MetricId::PG_CLIPFRAC_LOWER,
+                    ones_where(capped.bool_and(inside), &d),
+                ),
+                (MetricId::PPO_KL, -d),
             ],
         })
     }

@@ -1,6 +1,6 @@
 //! Direct reward optimisation: the policy gradient with a quadratic pull towards the old policy.
 
-use super::{PerToken, PreparedTokens, TokenLoss};
+use super::{MetricId, PerToken, PreparedTokens, TokenLoss};
 use crate::error::{AlgoError, check_setting};
 
 /// −(A ℓ − β d²/2), d = ℓ − ℓ_old. Times the rollout weights. No ratio, so nothing is clipped.
@@ -36,8 +36,8 @@ impl DroLoss {
 }
 
 impl TokenLoss for DroLoss {
-    fn name(&self) -> &'static str {
-        "dro_loss"
+    fn id(&self) -> MetricId {
+        MetricId::new("dro_loss")
     }
 
     fn check(&self) -> Result<(), AlgoError> {
@@ -51,7 +51,7 @@ impl TokenLoss for DroLoss {
         let gain = tokens.advantages(self.name())? * tokens.log_probs();
         Ok(PerToken {
             loss: tokens.times_rollout_weights(pull - gain),
-            metrics: vec![("ppo_kl", -d)],
+            metrics: vec![(MetricId::PPO_KL, -d)],
         })
     }
 }

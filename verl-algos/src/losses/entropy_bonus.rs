@@ -1,6 +1,6 @@
 //! The entropy of the policy as a term of the loss.
 
-use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
+use super::{LossInput, MetricId, PerToken, PreparedTokens, TokenLoss};
 use crate::error::AlgoError;
 
 /// The entropy H = −Σ_v π(v) log π(v) of each token. Add it with coefficient −c to reward entropy.
@@ -19,8 +19,8 @@ use crate::error::AlgoError;
 pub struct EntropyBonus;
 
 impl TokenLoss for EntropyBonus {
-    fn name(&self) -> &'static str {
-        "entropy_loss"
+    fn id(&self) -> MetricId {
+        MetricId::ENTROPY_LOSS
     }
 
     fn inputs(&self) -> &'static [LossInput] {
@@ -30,7 +30,7 @@ impl TokenLoss for EntropyBonus {
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
         let entropies = tokens.entropies(self.name())?;
         Ok(PerToken {
-            metrics: vec![("entropy", entropies.clone())],
+            metrics: vec![(MetricId::ENTROPY, entropies.clone())],
             loss: entropies,
         })
     }

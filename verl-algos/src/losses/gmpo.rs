@@ -1,7 +1,7 @@
 //! Geometric-mean policy optimisation.
 
 use super::clip_shares::{clip_share_reduction, clip_shares};
-use super::{PerToken, PreparedTokens, Reduction, TokenLoss};
+use super::{MetricId, PerToken, PreparedTokens, Reduction, TokenLoss};
 use crate::aggregate::Aggregation;
 use crate::error::{AlgoError, check_setting};
 use crate::functions::{exp, log};
@@ -46,8 +46,8 @@ impl Default for GmpoLoss {
 }
 
 impl TokenLoss for GmpoLoss {
-    fn name(&self) -> &'static str {
-        "gmpo_loss"
+    fn id(&self) -> MetricId {
+        MetricId::new("gmpo_loss")
     }
 
     fn check(&self) -> Result<(), AlgoError> {
@@ -61,7 +61,7 @@ impl TokenLoss for GmpoLoss {
         Aggregation::SeqMeanTokenMean
     }
 
-    fn reduction(&self, metric: &str) -> Reduction {
+    fn reduction(&self, metric: MetricId) -> Reduction {
         clip_share_reduction(metric, Reduction::TokenMean)
     }
 
@@ -86,9 +86,9 @@ impl TokenLoss for GmpoLoss {
         }
         let mut metrics = clip_shares(too_low, too_high, &advantages);
         let share = |side| ones_where(outside.clone().bool_and(side), &advantages);
-        metrics.push(("pg_clipfrac", share(good)));
-        metrics.push(("pg_clipfrac_lower", share(bad)));
-        metrics.push(("ppo_kl", -d));
+        metrics.push((MetricId::PG_CLIPFRAC, share(good)));
+        metrics.push((MetricId::PG_CLIPFRAC_LOWER, share(bad)));
+        metrics.push((MetricId::PPO_KL, -d));
         Ok(PerToken { loss, metrics })
     }
 }

@@ -1,6 +1,6 @@
 //! The plain policy gradient.
 
-use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
+use super::{LossInput, MetricId, PerToken, PreparedTokens, TokenLoss};
 use crate::error::AlgoError;
 
 /// −A ℓ. Times the rollout weights. No ratio, so no old log-probs are needed.
@@ -16,8 +16,8 @@ use crate::error::AlgoError;
 pub struct GpgLoss;
 
 impl TokenLoss for GpgLoss {
-    fn name(&self) -> &'static str {
-        "gpg_loss"
+    fn id(&self) -> MetricId {
+        MetricId::new("gpg_loss")
     }
 
     fn inputs(&self) -> &'static [LossInput] {

@@ -1,7 +1,7 @@
 //! Group sequence policy optimisation.
 
 use super::clipped_policy::{check_clip, clipped_surrogate};
-use super::{PerToken, PreparedTokens, TokenLoss};
+use super::{MetricId, PerToken, PreparedTokens, TokenLoss};
 use crate::error::AlgoError;
 use crate::functions::exp;
 
@@ -38,8 +38,8 @@ impl Default for GspoLoss {
 }
 
 impl TokenLoss for GspoLoss {
-    fn name(&self) -> &'static str {
-        "gspo_loss"
+    fn id(&self) -> MetricId {
+        MetricId::new("gspo_loss")
     }
 
     fn check(&self) -> Result<(), AlgoError> {
@@ -59,7 +59,10 @@ impl TokenLoss for GspoLoss {
         let clipped = clipped_surrogate(ratio, bounded, advantages);
         Ok(PerToken {
             loss: tokens.times_rollout_weights(clipped.loss),
-            metrics: vec![("pg_clipfrac", clipped.clipped), ("ppo_kl", -d)],
+            metrics: vec![
+                (MetricId::PG_CLIPFRAC, clipped.clipped),
+                (MetricId::PPO_KL, -d),
+            ],
         })
     }
 }

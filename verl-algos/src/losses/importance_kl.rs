@@ -1,7 +1,7 @@
 //! The KL divergence from the reference, corrected for tokens that an older policy sampled.
 
 use super::clipped_policy::log_ratio;
-use super::{LossInput, PerToken, PreparedTokens, RatioLevel, TokenLoss};
+use super::{LossInput, MetricId, PerToken, PreparedTokens, RatioLevel, TokenLoss};
 use crate::error::AlgoError;
 use crate::kl::KlEstimator;
 
@@ -34,8 +34,8 @@ impl Default for ImportanceKlLoss {
 }
 
 impl TokenLoss for ImportanceKlLoss {
-    fn name(&self) -> &'static str {
-        "kl_loss"
+    fn id(&self) -> MetricId {
+        MetricId::KL_LOSS
     }
 
     fn inputs(&self) -> &'static [LossInput] {
@@ -48,7 +48,7 @@ impl TokenLoss for ImportanceKlLoss {
         let d = log_ratio(tokens, self.name())?;
         let corrected = kl * self.level.ratios(d, tokens);
         Ok(PerToken {
-            metrics: vec![("ref_kl", corrected.clone())],
+            metrics: vec![(MetricId::REF_KL, corrected.clone())],
             loss: corrected,
         })
     }
@@ -59,13 +59,14 @@ mod tests {
     use super::*;
     use crate::aggregate::Aggregation;
     use crate::batch::MiniBatch;
+    use crate::kl::KlEstimatorName;
     use crate::losses::Objective;
     use crate::tensor::test::gradient;
 
     #[test]
     fn the_gradient_flows_through_both_factors() {
         let loss = ImportanceKlLoss {
-            estimator: KlEstimator::parse("k1").unwrap(),
+            estimator: KlEstimatorName::K1.into(),
             level: RatioLevel::Token,
         };
         let objective = Objective::new(Aggregation::TokenSum).with(1.0, loss);

@@ -1,7 +1,7 @@
 //! KL-Cov: a KL penalty on the tokens that make the entropy collapse.
 
 use super::covariance::{check_share, covariances, selected_count};
-use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
+use super::{LossInput, MetricId, PerToken, PreparedTokens, TokenLoss};
 use crate::batch::{MiniBatch, require};
 use crate::error::{AlgoError, check_setting};
 use crate::functions::exp;
@@ -36,8 +36,8 @@ impl Default for KlCovLoss {
 }
 
 impl TokenLoss for KlCovLoss {
-    fn name(&self) -> &'static str {
-        "kl_cov_loss"
+    fn id(&self) -> MetricId {
+        MetricId::new("kl_cov_loss")
     }
 
     fn inputs(&self) -> &'static [LossInput] {
@@ -81,7 +81,7 @@ impl TokenLoss for KlCovLoss {
         let loss = plain.mask_where(selected, penalised);
         Ok(PerToken {
             loss: tokens.times_rollout_weights(loss),
-            metrics: vec![("ppo_kl", distance)],
+            metrics: vec![(MetricId::PPO_KL, distance)],
         })
     }
 }

@@ -1,6 +1,6 @@
 //! The KL divergence from the reference policy as a term of the loss.
 
-use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
+use super::{LossInput, MetricId, PerToken, PreparedTokens, TokenLoss};
 use crate::error::AlgoError;
 use crate::kl::KlEstimator;
 
@@ -31,8 +31,8 @@ impl Default for KlLoss {
 }
 
 impl TokenLoss for KlLoss {
-    fn name(&self) -> &'static str {
-        "kl_loss"
+    fn id(&self) -> MetricId {
+        MetricId::KL_LOSS
     }
 
     fn inputs(&self) -> &'static [LossInput] {
@@ -43,7 +43,7 @@ impl TokenLoss for KlLoss {
         let reference = tokens.ref_log_probs(self.name())?;
         let kl = self.estimator.tensor(tokens.log_probs(), reference);
         Ok(PerToken {
-            metrics: vec![("ref_kl", kl.clone())],
+            metrics: vec![(MetricId::REF_KL, kl.clone())],
             loss: kl,
         })
     }

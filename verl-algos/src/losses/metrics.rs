@@ -2,6 +2,7 @@
 
 use burn::tensor::Tensor;
 
+use super::MetricId;
 use crate::aggregate::{Counts, row_lengths};
 use crate::error::AlgoError;
 
@@ -52,8 +53,8 @@ pub struct Partial {
 /// A metric, still on the device.
 #[derive(Debug, Clone)]
 pub struct Metric {
-    /// Its name.
-    pub name: &'static str,
+    /// Its identity.
+    pub id: MetricId,
     /// The share of the micro-batch, `[1]`, without gradient.
     pub number: Tensor<1>,
     /// How shares are combined into the value.
@@ -63,8 +64,8 @@ pub struct Metric {
 /// A metric on the host.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MetricSum {
-    /// Its name.
-    pub name: &'static str,
+    /// Its identity.
+    pub id: MetricId,
     /// The combined shares so far.
     pub number: f64,
     /// How shares are combined into the value.
@@ -92,12 +93,12 @@ impl Partial {
         each.map(|(metric, number)| {
             if metric.share == Share::Sum && !number.is_finite() {
                 return Err(AlgoError::NonFiniteLoss {
-                    loss: metric.name,
+                    loss: metric.id.name(),
                     value: number,
                 });
             }
             Ok(MetricSum {
-                name: metric.name,
+                id: metric.id,
                 number,
                 share: metric.share,
             })
@@ -107,6 +108,17 @@ impl Partial {
 }
 
 impl MetricSum {
+    /// The value of `id` among `metrics`, if it was reported.
+    pub fn find(metrics: &[MetricSum], id: MetricId) -> Option<f64> {
+        let found = metrics.iter().find(|metric| metric.id == id);
+        found.map(MetricSum::value)
+    }
+
+    /// The name under which it is reported.
+    pub fn name(&self) -> &'static str {
+        self.id.name()
+    }
+
     /// The value. A mean over nothing is 0.
     pub fn value(&self) -> f64 {
         match self.share {
@@ -115,10 +127,10 @@ impl MetricSum {
         }
     }
 
-    /// Adds the shares of another micro-batch into `totals`, by name.
+    /// Adds the shares of another micro-batch into `totals`, by identity.
     pub fn add_to(totals: &mut Vec<MetricSum>, shares: Vec<MetricSum>) {
         for share in shares {
-            match totals.iter_mut().find(|total| total.name == share.name) {
+            match totals.iter_mut().find(|total| total.id == share.id) {
                 Some(total) => total.add(&share),
                 None => totals.push(share),
             }
@@ -169,9 +181,8 @@ mod tests {
     fn check(numbers: [(f64, Share); 2], expected: f64) {
         let mut totals = Vec::new();
         for (number, share) in numbers {
-            let name = "metric";
             let share = MetricSum {
-                name,
+                id: MetricId::new("metric"),
                 number,
                 share,
             };

@@ -39,6 +39,7 @@ mod gspo;
 mod importance_kl;
 mod kl_cov;
 mod kl_loss;
+mod metric_id;
 mod metrics;
 mod needs;
 mod objective;
@@ -61,8 +62,8 @@ pub use cispo::CispoLoss;
 pub use clip_cov::ClipCovLoss;
 pub use clipped_policy::ClippedPolicyLoss;
 pub use distillation::{
-    DistillationBatch, DistillationLoss, DistillationMicroBatch, Divergence, PreparedDistillation,
-    Tail, teacher_advantages,
+    DistillationBatch, DistillationLoss, DistillationMicroBatch, Divergence, DivergenceName,
+    PreparedDistillation, Tail, teacher_advantages,
 };
 pub use dppo::{DppoDivergence, DppoLoss};
 pub use dro::DroLoss;
@@ -73,14 +74,15 @@ pub use gspo::GspoLoss;
 pub use importance_kl::ImportanceKlLoss;
 pub use kl_cov::KlCovLoss;
 pub use kl_loss::KlLoss;
+pub use metric_id::MetricId;
 pub use metrics::{Metric, MetricSum, Partial, Reduction, Share};
 pub use needs::LossInput;
 pub use objective::{Objective, PreparedObjective, PreparedTokens};
 pub use off_policy_rows::OffPolicyRows;
 pub use preference::{
-    ChosenNll, Cpo, CpoLoss, Dpo, FDivergence, Kto, KtoBaseline, OrpoOdds, PREFERENCE_LOSSES,
-    PreferenceLoss, RewardModelLoss, RowLossEntry, kl_baseline, mismatched_rows, orpo,
-    preference_loss,
+    ChosenNll, Cpo, CpoLoss, CpoLossName, Dpo, FDivergence, FDivergenceName, Kto, KtoBaseline,
+    OrpoOdds, PREFERENCE_LOSSES, PreferenceLoss, PreferenceLossName, RewardModelLoss, RowLossEntry,
+    kl_baseline, mismatched_rows, orpo, preference_loss,
 };
 pub use prepared_rows::{PreparedRows, Sides};
 pub use ratio_level::RatioLevel;
@@ -103,8 +105,13 @@ use crate::error::AlgoError;
 
 /// A loss with one number per token.
 pub trait TokenLoss: std::fmt::Debug + Send + Sync {
-    /// The name under which its aggregated value is reported.
-    fn name(&self) -> &'static str;
+    /// Identity of its aggregated value, which is reported.
+    fn id(&self) -> MetricId;
+
+    /// Its name in reports and errors.
+    fn name(&self) -> &'static str {
+        self.id().name()
+    }
 
     /// The unit that micro-batches must not divide.
     fn cut_unit(&self) -> CutUnit {
@@ -140,7 +147,7 @@ pub trait TokenLoss: std::fmt::Debug + Send + Sync {
     }
 
     /// How the numbers per token of `metric` are reduced to one.
-    fn reduction(&self, _metric: &str) -> Reduction {
+    fn reduction(&self, _metric: MetricId) -> Reduction {
         Reduction::TokenMean
     }
 
@@ -156,9 +163,9 @@ pub trait TokenLoss: std::fmt::Debug + Send + Sync {
 pub struct PerToken {
     /// `[M]`, differentiable.
     pub loss: Tensor<1>,
-    /// Names and numbers `[M]` of metrics over all micro-batches: reduced by their mean over tokens, unless
+    /// Identities and numbers `[M]` of metrics over all micro-batches: reduced by their mean over tokens, unless
     /// [`TokenLoss::reduction`] says otherwise.
-    pub metrics: Vec<(&'static str, Tensor<1>)>,
+    pub metrics: Vec<(MetricId, Tensor<1>)>,
 }
 
 /// Name of a loss, and its constructor with default settings.

@@ -6,7 +6,9 @@ use burn::tensor::{IndexingUpdateOp, Int, Tensor};
 
 use super::metrics::RowWeights;
 use super::row_loss::PreparedRowTerm;
-use super::{LossInput, Metric, Partial, Reduction, RowLoss, Share, TokenFilter, TokenLoss};
+use super::{
+    LossInput, Metric, MetricId, Partial, Reduction, RowLoss, Share, TokenFilter, TokenLoss,
+};
 use crate::aggregate::{Aggregation, token_weights};
 use crate::batch::{MicroBatch, MiniBatch, require};
 use crate::cut::CutUnit;
@@ -100,10 +102,17 @@ impl Objective {
         self
     }
 
-    /// Changes the coefficient of the token term named `loss`; returns whether there is one.
-    pub fn set_coef(&mut self, loss: &str, coef: f64) -> bool {
+    /// The coefficient of the token term `id`, if there is one.
+    pub fn coef(&self, id: MetricId) -> Option<f64> {
+        let mut terms = self.terms.iter();
+        let term = terms.find(|term| term.loss.id() == id);
+        term.map(|term| term.coef)
+    }
+
+    /// Changes the coefficient of the token term `id`; returns whether there is one.
+    pub fn set_coef(&mut self, id: MetricId, coef: f64) -> bool {
         let mut terms = self.terms.iter_mut();
-        let term = terms.find(|term| term.loss.name() == loss);
+        let term = terms.find(|term| term.loss.id() == id);
         term.map(|term| term.coef = coef).is_some()
     }
 
@@ -214,13 +223,13 @@ impl PreparedObjective<'_> {
             }
             let value = (loss * tokens.gather(&term.weights)).sum();
             metrics.push(Metric {
-                name: term.loss.name(),
+                id: term.loss.id(),
                 number: value.clone().detach(),
                 share: Share::Sum,
             });
-            for (name, values) in per_token.metrics {
-                let reduction = term.loss.reduction(name);
-                metrics.push(self.report(name, reduction, values.detach(), &tokens));
+            for (id, values) in per_token.metrics {
+                let reduction = term.loss.reduction(id);
+                metrics.push(self.report(id, reduction, values.detach(), &tokens));
             }
             losses.push(value * term.coef);
         }
@@ -248,7 +257,7 @@ impl PreparedObjective<'_> {
     /// The share of a micro-batch in the metrics of its tokens.
     fn report(
         &self,
-        name: &'static str,
+        id: MetricId,
         reduction: Reduction,
         values: Tensor<1>,
         tokens: &PreparedTokens<'_>,
@@ -264,11 +273,7 @@ impl PreparedObjective<'_> {
             Reduction::LeastRow => (tokens.row_means(values).min(), Share::Least),
             Reduction::LargestRow => (tokens.row_means(values).max(), Share::Largest),
         };
-        Metric {
-            name,
-            number,
-            share,
-        }
+        Metric { id, number, share }
     }
 }
 

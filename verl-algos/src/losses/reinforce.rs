@@ -1,6 +1,6 @@
 //! REINFORCE.
 
-use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
+use super::{LossInput, MetricId, PerToken, PreparedTokens, TokenLoss};
 use crate::error::AlgoError;
 
 /// −A ℓ sg(w), w the rollout weights, 1 if there are none.
@@ -18,8 +18,8 @@ use crate::error::AlgoError;
 pub struct ReinforceLoss;
 
 impl TokenLoss for ReinforceLoss {
-    fn name(&self) -> &'static str {
-        "reinforce_loss"
+    fn id(&self) -> MetricId {
+        MetricId::new("reinforce_loss")
     }
 
     fn inputs(&self) -> &'static [LossInput] {
@@ -29,7 +29,7 @@ impl TokenLoss for ReinforceLoss {
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
         let loss = (tokens.advantages(self.name())? * tokens.log_probs()).neg();
         let old = tokens.old_log_probs(self.name()).ok();
-        let ppo_kl = old.map(|old| ("ppo_kl", old - tokens.log_probs()));
+        let ppo_kl = old.map(|old| (MetricId::PPO_KL, old - tokens.log_probs()));
         Ok(PerToken {
             loss: tokens.times_rollout_weights(loss),
             metrics: ppo_kl.into_iter().collect(),
@@ -61,7 +61,7 @@ mod tests {
                 partial.loss
             });
             assert_eq!((value, grad), (1.0 - 18.0, vec![-0.5, 6.0]));
-            let ppo_kl = metrics.iter().find(|m| m.name == "ppo_kl");
+            let ppo_kl = metrics.iter().find(|m| m.id == MetricId::PPO_KL);
             assert_eq!(ppo_kl.map(|m| m.value()), reported);
         }
     }

@@ -3,6 +3,7 @@
 use burn::tensor::Tensor;
 
 use super::LossInput;
+use super::metric_id::MetricId;
 use super::metrics::{Metric, Share};
 use super::objective::PreparedTokens;
 use super::prepared_rows::PreparedRows;
@@ -16,8 +17,13 @@ use crate::error::{AlgoError, check_setting};
 /// In a mini-batch of pairs, row 2i is the chosen and row 2i + 1 the rejected side of pair i. A side may have no action
 /// tokens; a pair without any is padding.
 pub trait RowLoss: std::fmt::Debug + Send + Sync {
-    /// The name under which its mean is reported.
-    fn name(&self) -> &'static str;
+    /// Identity of its mean, which is reported.
+    fn id(&self) -> MetricId;
+
+    /// Its name in reports and errors.
+    fn name(&self) -> &'static str {
+        self.id().name()
+    }
 
     /// The unit that micro-batches must not divide. With [`CutUnit::Row`] the units are rows, else pairs.
     fn cut_unit(&self) -> CutUnit {
@@ -70,9 +76,9 @@ pub enum Mean {
 pub struct PerRow {
     /// `[U]`, differentiable.
     pub loss: Tensor<1>,
-    /// Names and numbers whose mean over all micro-batches is reported. There may be fewer numbers than units, if a
+    /// Identities and numbers whose mean over all micro-batches is reported. There may be fewer numbers than units, if a
     /// metric is defined for only some.
-    pub metrics: Vec<(&'static str, Tensor<1>)>,
+    pub metrics: Vec<(MetricId, Tensor<1>)>,
 }
 
 /// A row loss prepared for its mini-batch.
@@ -116,13 +122,13 @@ impl<'a> PreparedRowTerm<'a> {
         let per_row = self.loss.rows(&rows)?;
         let value = per_row.loss.sum() * self.weight;
         let mut metrics = vec![Metric {
-            name: self.loss.name(),
+            id: self.loss.id(),
             number: value.clone().detach(),
             share: Share::Sum,
         }];
         let reported = per_row.metrics.into_iter();
-        metrics.extend(reported.map(|(name, values)| Metric {
-            name,
+        metrics.extend(reported.map(|(id, values)| Metric {
+            id,
             share: Share::Mean {
                 count: values.dims()[0],
             },
@@ -174,8 +180,8 @@ mod tests {
     struct Given(Mean);
 
     impl RowLoss for Given {
-        fn name(&self) -> &'static str {
-            "given"
+        fn id(&self) -> MetricId {
+            MetricId::new("given")
         }
 
         fn inputs(&self) -> &'static [LossInput] {
@@ -193,7 +199,10 @@ mod tests {
             let lasts = rows.side_lasts(log_probs);
             Ok(PerRow {
                 loss: sums.chosen - means.rejected * 10.0,
-                metrics: vec![("last", lasts.chosen), ("pair", rows.column(&[3.0, 5.0]))],
+                metrics: vec![
+                    (MetricId::new("last"), lasts.chosen),
+                    (MetricId::new("pair"), rows.column(&[3.0, 5.0])),
+                ],
             })
         }
     }

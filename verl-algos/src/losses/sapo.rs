@@ -1,7 +1,7 @@
 //! Soft adaptive policy optimisation: a smooth gate in place of the clip.
 
 use super::clipped_policy::log_ratio;
-use super::{PerToken, PreparedTokens, TokenLoss};
+use super::{MetricId, PerToken, PreparedTokens, TokenLoss};
 use crate::aggregate::Aggregation;
 use crate::error::{AlgoError, check_setting};
 use crate::functions::{exp, tanh};
@@ -35,8 +35,8 @@ impl Default for SapoLoss {
 }
 
 impl TokenLoss for SapoLoss {
-    fn name(&self) -> &'static str {
-        "sapo_loss"
+    fn id(&self) -> MetricId {
+        MetricId::new("sapo_loss")
     }
 
     fn check(&self) -> Result<(), AlgoError> {
@@ -61,7 +61,7 @@ impl TokenLoss for SapoLoss {
         let gate = (tanh(half) + 1.0) * 2.0 / tau;
         Ok(PerToken {
             loss: tokens.times_rollout_weights((gate * advantages).neg()),
-            metrics: vec![("ppo_kl", -d)],
+            metrics: vec![(MetricId::PPO_KL, -d)],
         })
     }
 }

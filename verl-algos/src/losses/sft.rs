@@ -1,6 +1,6 @@
 //! Supervised fine-tuning.
 
-use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
+use super::{LossInput, MetricId, PerToken, PreparedTokens, TokenLoss};
 use crate::error::AlgoError;
 
 /// −ℓ = −log π(y): negative log-likelihood of each target token, nats.
@@ -18,8 +18,8 @@ use crate::error::AlgoError;
 pub struct SftLoss;
 
 impl TokenLoss for SftLoss {
-    fn name(&self) -> &'static str {
-        "sft_loss"
+    fn id(&self) -> MetricId {
+        MetricId::SFT_LOSS
     }
 
     fn inputs(&self) -> &'static [LossInput] {
@@ -29,7 +29,7 @@ impl TokenLoss for SftLoss {
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
         let nll = -tokens.log_probs();
         Ok(PerToken {
-            metrics: vec![("nll", nll.clone())],
+            metrics: vec![(MetricId::new("nll"), nll.clone())],
             loss: nll,
         })
     }

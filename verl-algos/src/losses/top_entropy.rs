@@ -2,7 +2,7 @@
 
 use burn::tensor::{Bool, Tensor};
 
-use super::{LossInput, PerToken, PreparedTokens, TokenFilter, TokenLoss};
+use super::{LossInput, MetricId, PerToken, PreparedTokens, TokenFilter, TokenLoss};
 use crate::aggregate::Aggregation;
 use crate::batch::{MiniBatch, require};
 use crate::error::{AlgoError, check_setting};
@@ -81,8 +81,8 @@ impl Default for TopEntropyBonus {
 }
 
 impl TokenLoss for TopEntropyBonus {
-    fn name(&self) -> &'static str {
-        "top_entropy_loss"
+    fn id(&self) -> MetricId {
+        MetricId::TOP_ENTROPY_LOSS
     }
 
     fn inputs(&self) -> &'static [LossInput] {

@@ -2,7 +2,7 @@
 
 use super::clip_shares::{clip_share_reduction, clip_shares};
 use super::clipped_policy::{check_clip, clipped_surrogate};
-use super::{PerToken, PreparedTokens, RatioLevel, Reduction, TokenLoss};
+use super::{MetricId, PerToken, PreparedTokens, RatioLevel, Reduction, TokenLoss};
 use crate::aggregate::Aggregation;
 use crate::error::{AlgoError, check_setting};
 
@@ -70,8 +70,8 @@ impl TrlGrpoLoss {
 }
 
 impl TokenLoss for TrlGrpoLoss {
-    fn name(&self) -> &'static str {
-        "trl_grpo_loss"
+    fn id(&self) -> MetricId {
+        MetricId::new("trl_grpo_loss")
     }
 
     fn check(&self) -> Result<(), AlgoError> {
@@ -93,7 +93,7 @@ impl TokenLoss for TrlGrpoLoss {
         }
     }
 
-    fn reduction(&self, metric: &str) -> Reduction {
+    fn reduction(&self, metric: MetricId) -> Reduction {
         let mean = if self.level.is_of_rows() {
             Reduction::RowMean { of_empty: 0.0 }
         } else {
@@ -160,9 +160,8 @@ mod tests {
         metrics
     }
 
-    fn metric(metrics: &[MetricSum], name: &str) -> f64 {
-        let found = metrics.iter().find(|m| m.name == name);
-        found.expect("the metric").value()
+    fn metric(metrics: &[MetricSum], id: MetricId) -> f64 {
+        MetricSum::find(metrics, id).expect("the metric")
     }
 
     #[test]
@@ -186,10 +185,10 @@ mod tests {
             1.0,
             (-3.7, &[0.0, -0.5, -1.0, -1.0]),
         );
-        assert_eq!(metric(&metrics, "clip_ratio_high_mean"), 0.25);
-        assert_eq!(metric(&metrics, "clip_ratio_high_max"), 0.25);
-        assert_eq!(metric(&metrics, "clip_ratio_low_mean"), 0.0);
-        assert_eq!(metric(&metrics, "clip_ratio_region_mean"), 0.25);
+        assert_eq!(metric(&metrics, MetricId::CLIP_RATIO_HIGH_MEAN), 0.25);
+        assert_eq!(metric(&metrics, MetricId::CLIP_RATIO_HIGH_MAX), 0.25);
+        assert_eq!(metric(&metrics, MetricId::CLIP_RATIO_LOW_MEAN), 0.0);
+        assert_eq!(metric(&metrics, MetricId::CLIP_RATIO_REGION_MEAN), 0.25);
     }
 
     #[test]
@@ -209,7 +208,7 @@ mod tests {
         check(product, &[2.0, 1.5], 1.0, (-3.0, &[-3.0, -3.0]));
         let clipped = TrlGrpoLoss::rloo();
         let metrics = check(clipped, &[1.1, 1.2], 1.0, (-1.2, &[0.0, 0.0]));
-        assert_eq!(metric(&metrics, "clip_ratio_high_mean"), 1.0);
+        assert_eq!(metric(&metrics, MetricId::CLIP_RATIO_HIGH_MEAN), 1.0);
     }
 
     #[test]

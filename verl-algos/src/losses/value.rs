@@ -2,7 +2,7 @@
 
 use burn::tensor::Tensor;
 
-use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
+use super::{LossInput, MetricId, PerToken, PreparedTokens, TokenLoss};
 use crate::error::{AlgoError, check_setting};
 use crate::tensor::ones_where;
 
@@ -33,8 +33,8 @@ impl Default for ValueLoss {
 }
 
 impl TokenLoss for ValueLoss {
-    fn name(&self) -> &'static str {
-        "vf_loss"
+    fn id(&self) -> MetricId {
+        MetricId::new("vf_loss")
     }
 
     fn inputs(&self) -> &'static [LossInput] {
@@ -73,7 +73,7 @@ impl TokenLoss for ValueLoss {
         let clipped = ones_where(larger.clone(), &plain);
         Ok(PerToken {
             loss: plain.mask_where(larger, bounded),
-            metrics: vec![("vf_clipfrac", clipped)],
+            metrics: vec![(MetricId::VF_CLIPFRAC, clipped)],
         })
     }
 }

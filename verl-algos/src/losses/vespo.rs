@@ -3,12 +3,14 @@
 use burn::tensor::Tensor;
 
 use super::clipped_policy::{LOG_RATIO_BOUND, log_ratio};
-use super::{PerToken, PreparedTokens, Reduction, TokenLoss};
+use super::{MetricId, PerToken, PreparedTokens, Reduction, TokenLoss};
 use crate::error::{AlgoError, check_setting};
 use crate::functions::{exp, log};
 
 /// ln of the smallest weight of a row, and of a token's rollout weight.
 const LOG_WEIGHT_MIN: f64 = -18.420_680_743_952_367;
+/// Mean of φ over rows.
+const PHI: MetricId = MetricId::new("vespo_phi_seq_mean");
 
 /// −φ A ℓ with φ = sg(e^{λ + k ln w − λ w}), w = e^{Σ d} of the row.
 ///
@@ -63,8 +65,8 @@ impl VespoLoss {
 }
 
 impl TokenLoss for VespoLoss {
-    fn name(&self) -> &'static str {
-        "vespo_loss"
+    fn id(&self) -> MetricId {
+        MetricId::new("vespo_loss")
     }
 
     fn check(&self) -> Result<(), AlgoError> {
@@ -88,9 +90,9 @@ impl TokenLoss for VespoLoss {
         Ok(())
     }
 
-    fn reduction(&self, metric: &str) -> Reduction {
+    fn reduction(&self, metric: MetricId) -> Reduction {
         match metric {
-            "vespo_phi_seq_mean" => Reduction::RowMean { of_empty: 1.0 },
+            PHI => Reduction::RowMean { of_empty: 1.0 },
             _ => Reduction::TokenMean,
         }
     }
@@ -109,7 +111,7 @@ impl TokenLoss for VespoLoss {
         );
         Ok(PerToken {
             loss: (phi.clone() * advantages * tokens.log_probs()).neg(),
-            metrics: vec![("vespo_phi_seq_mean", phi), ("ppo_kl", -d)],
+            metrics: vec![(PHI, phi), (MetricId::PPO_KL, -d)],
         })
     }
 }

@@ -1,7 +1,7 @@
 //! The policy losses of bypass mode.
 
 use crate::error::AlgoError;
-use crate::losses::{ClippedPolicyLoss, LossInput, PerToken, PreparedTokens, TokenLoss};
+use crate::losses::{ClippedPolicyLoss, LossInput, MetricId, PerToken, PreparedTokens, TokenLoss};
 
 /// The policy loss that is minimised if the sampler's policy takes the place of the old one.
 ///
@@ -44,8 +44,8 @@ impl BypassLoss {
 struct Reinforce;
 
 impl TokenLoss for Reinforce {
-    fn name(&self) -> &'static str {
-        "pg_loss"
+    fn id(&self) -> MetricId {
+        MetricId::new("pg_loss")
     }
 
     fn inputs(&self) -> &'static [LossInput] {
@@ -57,7 +57,7 @@ impl TokenLoss for Reinforce {
         let kl = tokens.old_log_probs(self.name())? - tokens.log_probs();
         Ok(PerToken {
             loss: tokens.times_rollout_weights(loss),
-            metrics: vec![("ppo_kl", kl)],
+            metrics: vec![(MetricId::PPO_KL, kl)],
         })
     }
 }

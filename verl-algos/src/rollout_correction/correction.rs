@@ -193,7 +193,7 @@ impl RolloutCorrection {
 mod tests {
     use super::*;
     use crate::losses::ClippedPolicyLoss;
-    use crate::rollout_correction::{WeightBound, WeightLevel};
+    use crate::rollout_correction::{RejectionRuleName, WeightBound, WeightLevel};
 
     /// Tokens with ratio 1, 4 | an observation and a token that was not scored | 2.
     fn run(mode: Mode) -> (MiniBatch, Correction) {
@@ -216,7 +216,7 @@ mod tests {
                 bound: WeightBound::Truncate(1.5),
                 normalize: false,
             }),
-            rejection: vec![RejectionRule::parse("token_k1", "3").unwrap()],
+            rejection: vec![RejectionRule::named(RejectionRuleName::TokenK1, "3").unwrap()],
         };
         let advantages = actions.map(|b, _, action| if action { b as f64 } else { f64::NAN });
         correction

@@ -30,10 +30,10 @@ mod weights;
 pub use bypass::BypassLoss;
 pub use correction::{Correction, Mode, RolloutCorrection};
 pub use log_ratios::{LogProbPair, all_scored};
-pub use presets::{PRESETS, PresetEntry, preset};
-pub use rejection::{Divergence, RejectionLevel, RejectionRule};
+pub use presets::Preset;
+pub use rejection::{Divergence, RejectionLevel, RejectionRule, RejectionRuleName};
 pub use stats::{Mismatch, RejectionStats, WeightStats};
-pub use trl::TrlSamplerRatio;
+pub use trl::{SamplerRatioMode, TrlSamplerRatio};
 pub use weights::{RolloutWeights, WeightBound, WeightLevel};
 
 /// Bound of a log-ratio before `exp`; e^20 is finite in f32, and far beyond any bound in use.

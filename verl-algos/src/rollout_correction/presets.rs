@@ -4,8 +4,8 @@ use super::{
     BypassLoss, Divergence, Mode, RejectionLevel, RejectionRule, RolloutCorrection, RolloutWeights,
     WeightBound, WeightLevel,
 };
-use crate::error::AlgoError;
 use crate::losses::ClippedPolicyLoss;
+use crate::names::names;
 
 const TOKEN_TIS: RolloutWeights = RolloutWeights {
     level: WeightLevel::Token,
@@ -67,66 +67,77 @@ fn reinforce(weights: Option<RolloutWeights>, rules: &[RejectionRule]) -> Rollou
     }
 }
 
-/// Name of a preset, and its constructor.
-pub type PresetEntry = (&'static str, fn() -> RolloutCorrection);
+names! {
+    /// The name of a correction, as in verl's configurations.
+    ///
+    /// `is` and `tis`: truncated importance weights, of tokens or of rows (`seq`), at most 2. `icepop`: weights outside
+    /// 0.5 to 5 become 0. `rs` rejects rows: with `seq_is` by the product of their ratios (Seq-MIS), with `geo` by its
+    /// geometric mean, with `k3` by the mean k3. `pg` is the `reinforce` loss. `disabled` only measures.
+    Preset, "rollout correction" {
+        /// Bypass mode with `reinforce`: rejects rows by their geometric mean.
+        BypassPgGeoRs = "bypass_pg_geo_rs",
+        /// The same, with weights of rows.
+        BypassPgGeoRsSeqTis = "bypass_pg_geo_rs_seq_tis",
+        /// The same, with weights of tokens.
+        BypassPgGeoRsTokenTis = "bypass_pg_geo_rs_token_tis",
+        /// Bypass mode with `reinforce`: weights of rows.
+        BypassPgIs = "bypass_pg_is",
+        /// Bypass mode with `reinforce`: weights of tokens in a band.
+        BypassPgTokenIcepop = "bypass_pg_token_icepop",
+        /// Bypass mode with PPO's clip, whose ratio includes the weights.
+        BypassPpoClip = "bypass_ppo_clip",
+        /// The same, and rejects rows by their geometric mean.
+        BypassPpoClipGeoRs = "bypass_ppo_clip_geo_rs",
+        /// The same, and rejects rows by their mean k3.
+        BypassPpoClipK3Rs = "bypass_ppo_clip_k3_rs",
+        /// Rejects rows by their geometric mean.
+        DecoupledGeoRs = "decoupled_geo_rs",
+        /// The same, with weights of rows.
+        DecoupledGeoRsSeqTis = "decoupled_geo_rs_seq_tis",
+        /// The same, with weights of tokens.
+        DecoupledGeoRsTokenTis = "decoupled_geo_rs_token_tis",
+        /// Rejects rows by their mean k3.
+        DecoupledK3Rs = "decoupled_k3_rs",
+        /// The same, with weights of rows.
+        DecoupledK3RsSeqTis = "decoupled_k3_rs_seq_tis",
+        /// The same, with weights of tokens.
+        DecoupledK3RsTokenTis = "decoupled_k3_rs_token_tis",
+        /// Weights of rows.
+        DecoupledSeqIs = "decoupled_seq_is",
+        /// Weights of rows, and rejects rows by the product of their ratios.
+        DecoupledSeqIsRs = "decoupled_seq_is_rs",
+        /// Weights of tokens in a band.
+        DecoupledTokenIcepop = "decoupled_token_icepop",
+        /// Weights of tokens.
+        DecoupledTokenIs = "decoupled_token_is",
+        /// Only measures.
+        Disabled = "disabled",
+    }
+}
 
-/// All presets, by the names of verl's configurations.
-///
-/// `is` and `tis`: truncated importance weights, of tokens or of rows (`seq`), at most 2. `icepop`: weights outside 0.5
-/// to 5 become 0. `rs` rejects rows: with `seq_is` by the product of their ratios (Seq-MIS), with `geo` by its
-/// geometric mean, with `k3` by the mean k3. `pg` is the `reinforce` loss. `disabled` only measures.
-pub const PRESETS: &[PresetEntry] = &[
-    ("bypass_pg_geo_rs", || reinforce(None, &[GEO_RS])),
-    ("bypass_pg_geo_rs_seq_tis", || {
-        reinforce(Some(SEQ_TIS), &[GEO_RS])
-    }),
-    ("bypass_pg_geo_rs_token_tis", || {
-        reinforce(Some(TOKEN_TIS), &[GEO_RS])
-    }),
-    ("bypass_pg_is", || reinforce(Some(SEQ_TIS), &[])),
-    ("bypass_pg_token_icepop", || {
-        reinforce(Some(TOKEN_ICEPOP), &[])
-    }),
-    ("bypass_ppo_clip", || ppo_clip(&[])),
-    ("bypass_ppo_clip_geo_rs", || ppo_clip(&[GEO_RS])),
-    ("bypass_ppo_clip_k3_rs", || ppo_clip(&[K3_RS])),
-    ("decoupled_geo_rs", || decoupled(None, &[GEO_RS])),
-    ("decoupled_geo_rs_seq_tis", || {
-        decoupled(Some(SEQ_TIS), &[GEO_RS])
-    }),
-    ("decoupled_geo_rs_token_tis", || {
-        decoupled(Some(TOKEN_TIS), &[GEO_RS])
-    }),
-    ("decoupled_k3_rs", || decoupled(None, &[K3_RS])),
-    ("decoupled_k3_rs_seq_tis", || {
-        decoupled(Some(SEQ_TIS), &[K3_RS])
-    }),
-    ("decoupled_k3_rs_token_tis", || {
-        decoupled(Some(TOKEN_TIS), &[K3_RS])
-    }),
-    ("decoupled_seq_is", || decoupled(Some(SEQ_TIS), &[])),
-    ("decoupled_seq_is_rs", || {
-        decoupled(Some(SEQ_TIS), &[SEQ_RS])
-    }),
-    ("decoupled_token_icepop", || {
-        decoupled(Some(TOKEN_ICEPOP), &[])
-    }),
-    ("decoupled_token_is", || decoupled(Some(TOKEN_TIS), &[])),
-    ("disabled", || decoupled(None, &[])),
-];
-
-/// The preset with this name.
-///
-/// # Errors
-/// An unknown name.
-pub fn preset(name: &str) -> Result<RolloutCorrection, AlgoError> {
-    match PRESETS.iter().find(|(known, _)| *known == name) {
-        Some((_, make)) => Ok(make()),
-        None => Err(AlgoError::UnknownName {
-            what: "rollout correction",
-            name: name.to_owned(),
-            known: PRESETS.iter().map(|(known, _)| *known).collect(),
-        }),
+impl From<Preset> for RolloutCorrection {
+    fn from(preset: Preset) -> RolloutCorrection {
+        match preset {
+            Preset::BypassPgGeoRs => reinforce(None, &[GEO_RS]),
+            Preset::BypassPgGeoRsSeqTis => reinforce(Some(SEQ_TIS), &[GEO_RS]),
+            Preset::BypassPgGeoRsTokenTis => reinforce(Some(TOKEN_TIS), &[GEO_RS]),
+            Preset::BypassPgIs => reinforce(Some(SEQ_TIS), &[]),
+            Preset::BypassPgTokenIcepop => reinforce(Some(TOKEN_ICEPOP), &[]),
+            Preset::BypassPpoClip => ppo_clip(&[]),
+            Preset::BypassPpoClipGeoRs => ppo_clip(&[GEO_RS]),
+            Preset::BypassPpoClipK3Rs => ppo_clip(&[K3_RS]),
+            Preset::DecoupledGeoRs => decoupled(None, &[GEO_RS]),
+            Preset::DecoupledGeoRsSeqTis => decoupled(Some(SEQ_TIS), &[GEO_RS]),
+            Preset::DecoupledGeoRsTokenTis => decoupled(Some(TOKEN_TIS), &[GEO_RS]),
+            Preset::DecoupledK3Rs => decoupled(None, &[K3_RS]),
+            Preset::DecoupledK3RsSeqTis => decoupled(Some(SEQ_TIS), &[K3_RS]),
+            Preset::DecoupledK3RsTokenTis => decoupled(Some(TOKEN_TIS), &[K3_RS]),
+            Preset::DecoupledSeqIs => decoupled(Some(SEQ_TIS), &[]),
+            Preset::DecoupledSeqIsRs => decoupled(Some(SEQ_TIS), &[SEQ_RS]),
+            Preset::DecoupledTokenIcepop => decoupled(Some(TOKEN_ICEPOP), &[]),
+            Preset::DecoupledTokenIs => decoupled(Some(TOKEN_TIS), &[]),
+            Preset::Disabled => decoupled(None, &[]),
+        }
     }
 }
 
@@ -136,15 +147,12 @@ mod tests {
 
     #[test]
     fn presets_are_sorted_valid_and_name_their_mode() {
-        assert!(PRESETS.is_sorted_by_key(|(name, _)| *name));
-        for (name, make) in PRESETS {
-            let correction = make();
+        assert!(Preset::ALL.is_sorted_by_key(|preset| preset.as_str()));
+        for preset in Preset::ALL {
+            let correction = RolloutCorrection::from(*preset);
             correction.check().unwrap();
             let bypass = matches!(correction.mode, Mode::Bypass(_));
-            assert_eq!(bypass, name.starts_with("bypass"), "{name}");
-            assert_eq!(preset(name).unwrap(), correction);
+            assert_eq!(bypass, preset.as_str().starts_with("bypass"), "{preset}");
         }
-        let error = preset("tis").unwrap_err().to_string();
-        assert!(error.contains("decoupled_token_is"), "{error}");
     }
 }

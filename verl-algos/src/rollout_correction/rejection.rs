@@ -6,6 +6,7 @@ use super::stats::{RejectionStats, deviation, largest, largest_distance, share, 
 use super::weights::parse_number;
 use crate::error::{AlgoError, check_len, check_setting};
 use crate::masked;
+use crate::names::names;
 
 /// An estimate of the divergence at a token, from q = clip(ℓ_train − ℓ_roll, ±20).
 ///
@@ -50,20 +51,59 @@ pub enum RejectionLevel {
     SequenceMax,
 }
 
-/// All rules: name, level, divergence. There is none for the largest k1: it is large only where π_roll > π_train.
-const RULES: [(&str, RejectionLevel, Divergence); 11] = [
-    ("seq_max_k2", RejectionLevel::SequenceMax, Divergence::K2),
-    ("seq_max_k3", RejectionLevel::SequenceMax, Divergence::K3),
-    ("seq_mean_k1", RejectionLevel::SequenceMean, Divergence::K1),
-    ("seq_mean_k2", RejectionLevel::SequenceMean, Divergence::K2),
-    ("seq_mean_k3", RejectionLevel::SequenceMean, Divergence::K3),
-    ("seq_sum_k1", RejectionLevel::SequenceSum, Divergence::K1),
-    ("seq_sum_k2", RejectionLevel::SequenceSum, Divergence::K2),
-    ("seq_sum_k3", RejectionLevel::SequenceSum, Divergence::K3),
-    ("token_k1", RejectionLevel::Token, Divergence::K1),
-    ("token_k2", RejectionLevel::Token, Divergence::K2),
-    ("token_k3", RejectionLevel::Token, Divergence::K3),
-];
+names! {
+    /// The name of a rejection rule: the unit that is compared with the bound, and the estimate of its divergence from
+    /// q = ℓ_train − ℓ_roll: −q (k1, bounded as a ratio), q²/2 (k2) or e^q − 1 − q (k3).
+    ///
+    /// There is none for the largest k1: it is large only where π_roll > π_train.
+    RejectionRuleName, "rejection rule" {
+        /// The largest k2 of a response.
+        SeqMaxK2 = "seq_max_k2",
+        /// The largest k3 of a response.
+        SeqMaxK3 = "seq_max_k3",
+        /// The mean k1 of a response: the geometric mean of its π_roll/π_train.
+        SeqMeanK1 = "seq_mean_k1",
+        /// The mean k2 of a response.
+        SeqMeanK2 = "seq_mean_k2",
+        /// The mean k3 of a response.
+        SeqMeanK3 = "seq_mean_k3",
+        /// The sum of k1 over a response: the product of its π_roll/π_train.
+        SeqSumK1 = "seq_sum_k1",
+        /// The sum of k2 over a response.
+        SeqSumK2 = "seq_sum_k2",
+        /// The sum of k3 over a response.
+        SeqSumK3 = "seq_sum_k3",
+        /// k1 of a token: its π_roll/π_train.
+        TokenK1 = "token_k1",
+        /// k2 of a token.
+        TokenK2 = "token_k2",
+        /// k3 of a token.
+        TokenK3 = "token_k3",
+    }
+}
+
+impl RejectionRuleName {
+    /// What is compared with the bound.
+    fn parts(self) -> (RejectionLevel, Divergence) {
+        use RejectionLevel::{SequenceMax, SequenceMean, SequenceSum, Token};
+        match self {
+            RejectionRuleName::SeqMaxK2 => (SequenceMax, Divergence::K2),
+            RejectionRuleName::SeqMaxK3 => (SequenceMax, Divergence::K3),
+            RejectionRuleName::SeqMeanK1 => (SequenceMean, Divergence::K1),
+            RejectionRuleName::SeqMeanK2 => (SequenceMean, Divergence::K2),
+            RejectionRuleName::SeqMeanK3 => (SequenceMean, Divergence::K3),
+            RejectionRuleName::SeqSumK1 => (SequenceSum, Divergence::K1),
+            RejectionRuleName::SeqSumK2 => (SequenceSum, Divergence::K2),
+            RejectionRuleName::SeqSumK3 => (SequenceSum, Divergence::K3),
+            RejectionRuleName::TokenK1 => (Token, Divergence::K1),
+            RejectionRuleName::TokenK2 => (Token, Divergence::K2),
+            RejectionRuleName::TokenK3 => (Token, Divergence::K3),
+        }
+    }
+}
+
+/// The only combination of level and divergence that is not a rule.
+const LARGEST_K1: &str = "seq_max_k1";
 
 /// Keeps tokens or rows with k2 or k3 ≤ high, or ln low ≤ k1 ≤ ln high.
 ///
@@ -90,22 +130,12 @@ pub struct RejectionRule {
 }
 
 impl RejectionRule {
-    /// The names of all rules.
-    pub fn names() -> Vec<&'static str> {
-        RULES.iter().map(|(name, ..)| *name).collect()
-    }
-
     /// A rule by its name, with a bound as text: `0.1`, or for k1 also a band `0.5_2.0`.
     ///
     /// # Errors
-    /// An unknown name; a bound that is not a positive number; a band for k2 or k3, or one with its bounds reversed.
-    pub fn parse(name: &str, threshold: &str) -> Result<RejectionRule, AlgoError> {
-        let known = RULES.iter().find(|(known, ..)| *known == name);
-        let (_, level, divergence) = *known.ok_or_else(|| AlgoError::UnknownName {
-            what: "rejection rule",
-            name: name.to_owned(),
-            known: RejectionRule::names(),
-        })?;
+    /// A bound that is not a positive number; a band for k2 or k3, or one with its bounds reversed.
+    pub fn named(name: RejectionRuleName, threshold: &str) -> Result<RejectionRule, AlgoError> {
+        let (level, divergence) = name.parts();
         let setting = "rollout_rs_threshold";
         let (low, high) = match threshold.split_once('_') {
             None => (None, threshold),
@@ -125,7 +155,7 @@ impl RejectionRule {
     /// to all.
     ///
     /// # Errors
-    /// Those of [`RejectionRule::parse`]; different numbers of bounds and rules.
+    /// Those of [`RejectionRule::named`]; an unknown name; different numbers of bounds and rules.
     pub fn parse_list(names: &str, thresholds: &str) -> Result<Vec<RejectionRule>, AlgoError> {
         let parts = |text: &'_ str| -> Vec<String> {
             let parts = text.split(',').map(str::trim);
@@ -144,20 +174,15 @@ impl RejectionRule {
             names.len(),
         )?;
         let each = names.iter().zip(&thresholds);
-        each.map(|(name, threshold)| RejectionRule::parse(name, threshold))
+        each.map(|(name, threshold)| RejectionRule::named(name.parse()?, threshold))
             .collect()
     }
 
     /// Its name.
     pub fn name(&self) -> &'static str {
-        let own = |(_, level, divergence): &&(_, _, _)| {
-            (*level, *divergence) == (self.level, self.divergence)
-        };
-        // The largest k1 is the only combination that is not a rule.
-        RULES
-            .iter()
-            .find(own)
-            .map_or("seq_max_k1", |(name, ..)| name)
+        let own = |name: &&RejectionRuleName| name.parts() == (self.level, self.divergence);
+        let found = RejectionRuleName::ALL.iter().find(own);
+        found.map_or(LARGEST_K1, |name| name.as_str())
     }
 
     /// Rejects bounds that are out of order.
@@ -165,13 +190,7 @@ impl RejectionRule {
     /// # Errors
     /// A bound that is not positive; a lower bound for k2 or k3; a band with its bounds reversed; the largest k1.
     pub fn check(&self) -> Result<(), AlgoError> {
-        if !RejectionRule::names().contains(&self.name()) {
-            return Err(AlgoError::UnknownName {
-                what: "rejection rule",
-                name: self.name().to_owned(),
-                known: RejectionRule::names(),
-            });
-        }
+        self.name().parse::<RejectionRuleName>()?;
         let setting = "rollout_rs_threshold";
         let positive = |x: f64| x > 0.0 && x.is_finite();
         let rule = "it must be a positive number";
@@ -292,7 +311,7 @@ mod tests {
             train_log_probs: &train,
             rollout_log_probs: &all_scored(&train.map(|_, _, _| -2.0)),
         };
-        let rule = RejectionRule::parse(name, threshold).unwrap();
+        let rule = RejectionRule::named(name.parse().unwrap(), threshold).unwrap();
         assert_eq!(rule.name(), name);
         let (keep, stats) = rule.apply(&LogRatios::new(&pair).unwrap());
         assert_eq!(keep, expected, "{name}");
@@ -347,7 +366,7 @@ mod tests {
             ("token_k1", "x"),
             ("token_k2", "nan"),
         ] {
-            let refused = RejectionRule::parse(name, threshold).is_err();
+            let refused = RejectionRule::parse_list(name, threshold).is_err();
             assert!(refused, "{name} {threshold}");
         }
         let largest = RejectionRule {

@@ -3,6 +3,7 @@
 use super::log_ratios::{LogProbPair, LogRatios};
 use super::weights::WeightLevel;
 use crate::error::{AlgoError, check_setting};
+use crate::names::names;
 use crate::ragged::Ragged;
 
 /// e^q per token or e^{Σq} per row, clamped into `[clip_min, clip_max]`, or with `mask` 0 outside.
@@ -40,33 +41,37 @@ impl Default for TrlSamplerRatio {
     }
 }
 
+names! {
+    /// TRL's name for how ratios are treated: whether tokens or responses have one, and what happens outside the bounds.
+    #[derive(Default)]
+    SamplerRatioMode, "sampler ratio" {
+        /// One ratio for all tokens of a response, 0 outside the bounds.
+        #[default]
+        SequenceMask = "sequence_mask",
+        /// One ratio for all tokens of a response, clamped into the bounds.
+        SequenceTruncate = "sequence_truncate",
+        /// A ratio for each token, 0 outside the bounds.
+        TokenMask = "token_mask",
+        /// A ratio for each token, clamped into the bounds.
+        TokenTruncate = "token_truncate",
+    }
+}
+
 impl TrlSamplerRatio {
-    /// Level and treatment by TRL's name: `token_truncate`, `token_mask`, `sequence_truncate`, `sequence_mask`.
+    /// Ratios with TRL's name of their treatment.
     ///
     /// # Errors
-    /// An unknown name; bounds that are negative or not in order.
-    pub fn parse(
-        mode: &str,
+    /// Bounds that are negative or not in order.
+    pub fn named(
+        mode: SamplerRatioMode,
         clip_min: Option<f64>,
         clip_max: f64,
     ) -> Result<TrlSamplerRatio, AlgoError> {
         let (level, mask) = match mode {
-            "token_truncate" => (WeightLevel::Token, false),
-            "token_mask" => (WeightLevel::Token, true),
-            "sequence_truncate" => (WeightLevel::Sequence, false),
-            "sequence_mask" => (WeightLevel::Sequence, true),
-            _ => {
-                return Err(AlgoError::UnknownName {
-                    what: "sampler ratio",
-                    name: mode.to_owned(),
-                    known: vec![
-                        "sequence_mask",
-                        "sequence_truncate",
-                        "token_mask",
-                        "token_truncate",
-                    ],
-                });
-            }
+            SamplerRatioMode::SequenceMask => (WeightLevel::Sequence, true),
+            SamplerRatioMode::SequenceTruncate => (WeightLevel::Sequence, false),
+            SamplerRatioMode::TokenMask => (WeightLevel::Token, true),
+            SamplerRatioMode::TokenTruncate => (WeightLevel::Token, false),
         };
         let ratio = TrlSamplerRatio {
             level,
@@ -122,7 +127,7 @@ mod tests {
 
     /// Ratios ½, an observation, 4, not scored | 1.
     #[track_caller]
-    fn check(mode: &str, clip_min: Option<f64>, expected: [f64; 5]) {
+    fn check(mode: SamplerRatioMode, clip_min: Option<f64>, expected: [f64; 5]) {
         let actions = Ragged::<bool>::from_rows([vec![true, false, true, true], vec![true]]);
         let train = Ragged::<f64>::from_rows([vec![-1.0, f64::NAN, -1.0, -9.0], vec![-2.0]]);
         let rollout = Ragged::<Option<f64>>::from_rows([
@@ -139,7 +144,7 @@ mod tests {
             train_log_probs: &train,
             rollout_log_probs: &rollout,
         };
-        let ratio = TrlSamplerRatio::parse(mode, clip_min, 3.0).unwrap();
+        let ratio = TrlSamplerRatio::named(mode, clip_min, 3.0).unwrap();
         let got = ratio.ratios(&pair).unwrap();
         for (g, e) in got.values().iter().zip(expected) {
             assert!((g - e).abs() < 1e-12, "{mode}: {got:?}");
@@ -148,18 +153,38 @@ mod tests {
 
     #[test]
     fn by_hand() {
-        check("token_truncate", None, [0.5, 1.0, 3.0, 1.0, 1.0]);
-        check("token_truncate", Some(0.75), [0.75, 1.0, 3.0, 1.0, 1.0]);
-        check("token_mask", Some(0.75), [0.0, 1.0, 0.0, 1.0, 1.0]);
-        check("sequence_truncate", None, [2.0, 1.0, 2.0, 2.0, 1.0]);
-        check("sequence_mask", Some(1.5), [2.0, 1.0, 2.0, 2.0, 0.0]);
+        check(
+            SamplerRatioMode::TokenTruncate,
+            None,
+            [0.5, 1.0, 3.0, 1.0, 1.0],
+        );
+        check(
+            SamplerRatioMode::TokenTruncate,
+            Some(0.75),
+            [0.75, 1.0, 3.0, 1.0, 1.0],
+        );
+        check(
+            SamplerRatioMode::TokenMask,
+            Some(0.75),
+            [0.0, 1.0, 0.0, 1.0, 1.0],
+        );
+        check(
+            SamplerRatioMode::SequenceTruncate,
+            None,
+            [2.0, 1.0, 2.0, 2.0, 1.0],
+        );
+        check(
+            SamplerRatioMode::SequenceMask,
+            Some(1.5),
+            [2.0, 1.0, 2.0, 2.0, 0.0],
+        );
     }
 
     #[test]
     fn rejects_invalid_inputs() {
-        assert!(TrlSamplerRatio::parse("word_mask", None, 3.0).is_err());
-        assert!(TrlSamplerRatio::parse("token_mask", Some(3.0), 3.0).is_err());
-        assert!(TrlSamplerRatio::parse("token_mask", Some(-1.0), 3.0).is_err());
-        assert!(TrlSamplerRatio::parse("token_mask", None, f64::NAN).is_err());
+        let mask = |low, high| TrlSamplerRatio::named(SamplerRatioMode::TokenMask, low, high);
+        assert!(mask(Some(3.0), 3.0).is_err());
+        assert!(mask(Some(-1.0), 3.0).is_err());
+        assert!(mask(None, f64::NAN).is_err());
     }
 }

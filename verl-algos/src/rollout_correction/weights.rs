@@ -5,34 +5,18 @@ use super::log_ratios::LogRatios;
 use super::stats::{WeightStats, deviation, largest, largest_distance, share, smallest};
 use crate::error::{AlgoError, check_setting};
 use crate::masked;
+use crate::names::names;
 
 /// Weights are not divided by a mean at or below this.
 const SMALLEST_MEAN: f64 = 1e-8;
 
-/// The unit of a weight.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WeightLevel {
-    /// e^q of each token: low variance, biased.
-    Token,
-    /// e^{Σq} of each row, on all its tokens: unbiased, high variance.
-    Sequence,
-}
-
-impl WeightLevel {
-    /// The level with this name: `token` or `sequence`.
-    ///
-    /// # Errors
-    /// An unknown name.
-    pub fn parse(name: &str) -> Result<WeightLevel, AlgoError> {
-        match name {
-            "token" => Ok(WeightLevel::Token),
-            "sequence" => Ok(WeightLevel::Sequence),
-            _ => Err(AlgoError::UnknownName {
-                what: "level of rollout weights",
-                name: name.to_owned(),
-                known: vec!["token", "sequence"],
-            }),
-        }
+names! {
+    /// The unit of a weight; q is ℓ_train − ℓ_roll of a token.
+    WeightLevel, "level of rollout weights" {
+        /// e^q of each token: low variance, biased.
+        Token = "token",
+        /// e^{Σq} of each row, on all its tokens: unbiased, high variance.
+        Sequence = "sequence",
     }
 }
 
@@ -290,6 +274,5 @@ mod tests {
         let expected = "`rollout_is_threshold` is `true`, but it must be a number, or two numbers \
                         as in 0.5_2.0";
         assert_eq!(error, expected);
-        assert!(WeightLevel::parse("word").is_err());
     }
 }

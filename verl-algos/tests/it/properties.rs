@@ -22,11 +22,11 @@ mod preferences;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use proptest::prelude::*;
-use verl_algos::kl::KlEstimator;
+use verl_algos::kl::{KlEstimator, KlEstimatorName};
 use verl_algos::losses::{
     MetricSum, OTHER_LOSSES, Objective, POLICY_LOSSES, TOKEN_FILTERS, TokenFilter, TokenLoss,
 };
-use verl_algos::{Aggregation, Counts, MicroBatch, MiniBatch, Ragged, masked};
+use verl_algos::{Aggregation, AggregationName, Counts, MicroBatch, MiniBatch, Ragged, masked};
 
 /// Rounding differences between orders of summation.
 const TOLERANCE: f64 = 1e-9;
@@ -61,11 +61,15 @@ proptest! {
     #[test]
     fn k2_and_k3_are_never_negative(delta in -50f64..50.0) {
         for name in ["k2", "k3", "k3_unclamped", "abs"] {
-            let kl = KlEstimator::parse(name).unwrap();
+            let kl = kl_estimator(name);
             prop_assert!(kl.value(delta, 0.0) >= 0.0);
             prop_assert_eq!(kl.value(0.3, 0.3), 0.0);
         }
     }
+}
+
+fn kl_estimator(name: &str) -> KlEstimator {
+    name.parse::<KlEstimatorName>().unwrap().into()
 }
 
 #[test]
@@ -73,7 +77,7 @@ fn estimators_average_to_the_true_kl() {
     // Expectation over a small vocabulary, exactly: k1 and the unclamped k3 are unbiased.
     let (p, q) = ([0.5f64, 0.3, 0.2], [0.2f64, 0.5, 0.3]);
     let expectation = |name: &str| -> f64 {
-        let kl = KlEstimator::parse(name).unwrap();
+        let kl = kl_estimator(name);
         let each = p.iter().zip(&q);
         each.map(|(p, q)| p * kl.value(p.ln(), q.ln())).sum()
     };
@@ -201,8 +205,8 @@ fn objectives(coef: f64) -> Vec<(&'static str, Objective)> {
 }
 
 fn aggregations() -> impl Iterator<Item = Aggregation> {
-    let parse = |name: &&str| Aggregation::parse(name, Some(7.0)).unwrap();
-    Aggregation::NAMES.iter().map(parse)
+    let named = |name: &AggregationName| Aggregation::named(*name, Some(7.0)).unwrap();
+    AggregationName::ALL.iter().map(named)
 }
 
 fn tensor(values: Vec<f64>) -> Tensor<1> {
@@ -263,7 +267,7 @@ fn whole(tokens: &Tokens) -> Vec<Vec<usize>> {
 fn metric(metrics: &[MetricSum], name: &str) -> f64 {
     metrics
         .iter()
-        .find(|m| m.name == name)
+        .find(|m| m.name() == name)
         .map_or(0.0, MetricSum::value)
 }
 
@@ -275,14 +279,14 @@ fn same_metrics(
 ) -> Result<(), TestCaseError> {
     prop_assert_eq!(got.len(), expected.len());
     for m in expected {
-        let own = got.iter().find(|own| own.name == m.name);
+        let own = got.iter().find(|own| own.id == m.id);
         let own = own.map_or(f64::NAN, MetricSum::value);
         let same = (own - m.value()).abs() < TOLERANCE * m.value().abs().max(1.0);
         prop_assert!(
             same,
             "{} {}: {} differs from {}",
             loss,
-            m.name,
+            m.name(),
             own,
             m.value()
         );
@@ -427,9 +431,9 @@ proptest! {
                 continue;
             }
             close(&grad[..expected.len()], &expected);
-            let clipped = metrics.iter().filter(|m| m.name.contains("clip"));
-            for metric in clipped.chain(metrics.iter().filter(|m| m.name == "ppo_kl")) {
-                prop_assert_eq!(metric.value(), 0.0, "{} {}", name, metric.name);
+            let clipped = metrics.iter().filter(|m| m.name().contains("clip"));
+            for metric in clipped.chain(metrics.iter().filter(|m| m.name() == "ppo_kl")) {
+                prop_assert_eq!(metric.value(), 0.0, "{} {}", name, metric.name());
             }
         }
     }

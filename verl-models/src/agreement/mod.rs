@@ -10,12 +10,12 @@ mod subjects;
 
 use burn::tensor::{DType, Device};
 use serde::Serialize;
+use verl_decoder::decoder::Decoder;
+use verl_rollout::engine::RolloutError;
 
 pub use subjects::{Subject, subjects, wide};
 
-use crate::decoder::Decoder;
 use crate::model::ModelError;
-use crate::rollout::engine::RolloutError;
 
 /// How a distance is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -127,7 +127,7 @@ struct Sides<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::decoder::DecoderConfig;
+    use verl_decoder::decoder::DecoderConfig;
 
     #[test]
     fn the_cpu_agrees_with_itself() {

@@ -2,16 +2,16 @@
 
 use burn::module::Module;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use verl_decoder::decoder::Decoder;
+use verl_kernels::random::{DrawKey, Purpose};
+use verl_kernels::scoring::Extras;
+use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
 use super::measure::{largest, mean, norm, relative};
 use super::{AgreementError, Distance, Measure, Sides, Subject, name_of};
-use crate::decoder::Decoder;
 use crate::model::{ModelError, ModelInterface, PolicyModel, ScoreRow, Scores};
 use crate::optim::{AdamW, OptimizerConfig, TrainableParameters};
 use crate::policy::Policy;
-use crate::random::{DrawKey, Purpose};
-use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
-use crate::scoring::Extras;
 use crate::weights::Weights;
 
 /// Probabilities that a rollout reports, compared with those that training computes: the mean difference, then the
@@ -466,7 +466,7 @@ fn updated(decoder: &Decoder) -> Result<Vec<(String, Vec<f64>)>, ModelError> {
     let mut module = decoder.clone();
     for step in 0..2 {
         let gradients = parameters.iter().map(|parameter| {
-            let draws = crate::random::normals(step, &parameter.name, parameter.length);
+            let draws = verl_kernels::random::normals(step, &parameter.name, parameter.length);
             let draws = TensorData::new(draws, [parameter.length]);
             Some(Tensor::from_data(draws, (&device(&decoder), DType::F32)))
         });

@@ -4,12 +4,11 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use burn::tensor::{DType, Device, TensorData};
-
-use crate::blocks::attention::Heads;
-use crate::blocks::rope::{RopeConfig, RopeScaling};
-use crate::decoder::{Decoder, DecoderConfig};
-use crate::hf::LoadError;
-use crate::parameters::{fill_parameters, visit_parameters};
+use verl_decoder::blocks::attention::Heads;
+use verl_decoder::blocks::rope::{RopeConfig, RopeScaling};
+use verl_decoder::decoder::{Decoder, DecoderConfig};
+use verl_decoder::hf::LoadError;
+use verl_decoder::parameters::{fill_parameters, visit_parameters};
 
 /// A decoder to compare, stored unchanged on the CPU.
 #[derive(Debug, Clone)]
@@ -32,7 +31,7 @@ impl Subject {
             Decoder::lazy(config, &Device::flex()),
             DType::F32,
             |name, shape| {
-                let draws = crate::random::normals(11, name, shape.iter().product());
+                let draws = verl_kernels::random::normals(11, name, shape.iter().product());
                 let around = if name.ends_with("norm.weight") {
                     1.0
                 } else {

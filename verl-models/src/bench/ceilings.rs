@@ -5,12 +5,12 @@ use std::time::Instant;
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use serde::Serialize;
+use verl_decoder::blocks::linear::Linear;
+use verl_kernels::device::DeviceKind;
+use verl_kernels::lanes::{Kernel, Lanes, Row, run};
+use verl_kernels::vector::LANES;
 
 use super::{BenchError, repeat};
-use crate::blocks::linear::Linear;
-use crate::device::is_cpu;
-use crate::lanes::{Kernel, Lanes, Row, run};
-use crate::vector::LANES;
 use burn::module::Param;
 
 /// Rates reached by a copy and by a large matrix product.
@@ -31,7 +31,7 @@ impl Ceilings {
     /// # Errors
     /// The device fails.
     pub fn measure(device: &Device, dtype: DType, quick: bool) -> Result<Self, BenchError> {
-        let (elements, size) = match (is_cpu(device), quick) {
+        let (elements, size) = match (DeviceKind::of(device).is_host(), quick) {
             (_, true) => (1 << 16, 64),
             (true, false) => (1 << 24, 768),
             (false, false) => (1 << 28, 8192),
@@ -39,7 +39,8 @@ impl Ceilings {
         Ok(Ceilings {
             copy_gb_s: copy(device, elements)?,
             product_tflop_s: product(device, dtype, size)?,
-            arithmetic_tflop_s: (is_cpu(device) && dtype == DType::F32).then(arithmetic),
+            arithmetic_tflop_s: (DeviceKind::of(device).is_host() && dtype == DType::F32)
+                .then(arithmetic),
         })
     }
 }

@@ -2,19 +2,17 @@
 
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
 use serde::Serialize;
+use verl_decoder::blocks::rope::Rope;
+use verl_decoder::decoder::DecoderConfig;
+use verl_kernels::device::DeviceKind;
+use verl_kernels::scoring::{Extras, linear_log_probs};
+use verl_kernels::{
+    self as kernels, AttentionParameters, AttentionShape, HalfSettings, Sequences, attention_block,
+    compiled, indices, linear, mlp_block, rms_norm, swiglu, take_rows,
+};
 
 use super::{BenchError, Ceilings, Times, at_least, fits_on, peak_bytes, repeat};
-use crate::blocks::rope::Rope;
-use crate::compiled;
-use crate::decoder::DecoderConfig;
-use crate::device::is_cpu;
-use crate::kernels::{
-    self, AttentionParameters, AttentionShape, AttentionSizes, Sequences, attention_block, linear,
-    mlp_block, rms_norm, swiglu, take_rows,
-};
 use crate::optim::kernels::{AdamWScalars, AdamWUpdate, adamw_all, sum_of_squares};
-use crate::rows::indices;
-use crate::scoring::{Extras, linear_log_probs};
 
 /// What is measured.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -81,7 +79,8 @@ pub struct KernelFigures {
 /// Sizes that are zero or exceed the memory; a type without fused operations on the device; a device failure.
 pub fn kernels(
     config: &DecoderConfig,
-    (device, dtype): (&Device, DType),
+    device: &Device,
+    dtype: DType,
     work: &KernelWork,
     ceilings: &Ceilings,
 ) -> Result<KernelFigures, BenchError> {
@@ -169,7 +168,11 @@ impl Bench<'_> {
         compiled::begin();
         call();
         compiled::tally();
-        let calls = if is_cpu(&self.device) { 1 } else { 20 };
+        let calls = if DeviceKind::of(&self.device).queues() {
+            20
+        } else {
+            1
+        };
         let mut times = repeat(&self.device, 2, self.work.runs, || {
             (0..calls).for_each(|_| call());
             Ok::<(), BenchError>(())
@@ -195,11 +198,11 @@ impl Bench<'_> {
     }
 
     fn query_width(&self) -> usize {
-        self.config.heads.query * self.config.heads.dim
+        self.config.heads.query_width()
     }
 
     fn key_width(&self) -> usize {
-        self.config.heads.key_value * self.config.heads.dim
+        self.config.heads.key_width()
     }
 
     fn products(&mut self) -> Result<(), BenchError> {
@@ -265,9 +268,7 @@ impl Bench<'_> {
         let shape = AttentionShape {
             sequences: self.sequences(),
             tokens: self.work.sequence,
-            query_heads: heads.query,
-            key_heads: heads.key_value,
-            head_dim: heads.dim,
+            heads,
             segments: None,
         };
         let n = shape.sequences * shape.tokens;
@@ -314,10 +315,9 @@ impl Bench<'_> {
         let sequences = Sequences::new(&vec![self.work.sequence; self.sequences()], &self.device);
         let rope = Rope::new(self.config.rope, heads.dim);
         let tables = rope.full_tables(self.work.sequence, &self.device);
-        let sizes = AttentionSizes {
-            query_heads: heads.query,
-            key_heads: heads.key_value,
-            head_dim: heads.dim,
+        let settings = HalfSettings {
+            epsilon: 1e-6,
+            recompute: false,
         };
         let tracked = |x: Tensor<2>| Tensor::from_inner(x).require_grad();
         let x = self.random([n, d]);
@@ -340,9 +340,9 @@ impl Bench<'_> {
                     output: tracked(output.clone()),
                 };
                 let tables = tables.clone().map(Tensor::from_inner);
-                let settings = (sizes, 1e-6, false);
                 let x = tracked(x.clone());
-                drop(attention_block(x, parameters, tables, &sequences, settings).backward());
+                let y = attention_block(x, parameters, tables, &sequences, heads, settings);
+                drop(y.backward());
             },
         )?;
         let gate_up_down = [[inner, d], [inner, d], [d, inner]].map(|shape| self.random(shape));
@@ -350,7 +350,7 @@ impl Bench<'_> {
         self.add("layer: MLP, with gradients", call, cost, || {
             let weights = gate_up_down.clone().map(tracked);
             let gain = Tensor::from_inner(gain.clone()).require_grad();
-            drop(mlp_block(tracked(x.clone()), gain, weights, (1e-6, false)).backward());
+            drop(mlp_block(tracked(x.clone()), gain, weights, settings).backward());
         })
     }
 

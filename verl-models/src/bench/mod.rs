@@ -15,6 +15,9 @@ use std::time::Instant;
 
 use burn::tensor::Device;
 use serde::Serialize;
+use verl_decoder::decoder::DecoderConfig;
+use verl_kernels::device::{memory, memory_of};
+use verl_rollout::engine::{RolloutError, RolloutRequest};
 
 pub use ceilings::Ceilings;
 pub use kernels::{KernelFigure, KernelFigures, KernelWork, kernels};
@@ -23,11 +26,8 @@ pub use shape::{PRESETS, Preset, preset, random_decoder};
 pub use step::{LARGEST_BETA, StepFigures, StepWork, step};
 pub use train::{TrainFigures, TrainWork, train};
 
-use crate::decoder::DecoderConfig;
-use crate::device::{memory, memory_of};
 use crate::model::ModelError;
 use crate::optim::OptimizerConfigError;
-use crate::rollout::engine::{RolloutError, RolloutRequest};
 
 /// Errors of a measurement.
 #[derive(Debug, thiserror::Error)]
@@ -213,14 +213,25 @@ fn within_context(config: &DecoderConfig, prompt: usize, new: usize) -> Result<(
 fn requests_fit(rows: f64, tokens: usize, options: &'static str) -> Result<(), BenchError> {
     let row = (size_of::<RolloutRequest>() as f64) + 4.0 * tokens as f64;
     let work = format!("{rows} rows of {tokens} tokens or more");
-    fits(work, rows * row, ("the machine", memory("cpu")), options)
+    let room = Room {
+        place: "the machine",
+        memory: memory("cpu"),
+    };
+    fits(work, rows * row, room, options)
+}
+
+/// Memory of the machine or a device.
+struct Room {
+    place: &'static str,
+    /// Bytes, if they are known.
+    memory: Option<u64>,
 }
 
 /// Rejects work that needs more `bytes` than there are. They are counted in f64, so that products do not overflow.
 fn fits(
     work: String,
     bytes: f64,
-    (place, memory): (&'static str, Option<u64>),
+    Room { place, memory }: Room,
     options: &'static str,
 ) -> Result<(), BenchError> {
     match memory {
@@ -242,7 +253,11 @@ fn fits_on(
     bytes: f64,
     options: &'static str,
 ) -> Result<(), BenchError> {
-    fits(work, bytes, ("the device", memory_of(device)), options)
+    let room = Room {
+        place: "the device",
+        memory: memory_of(device),
+    };
+    fits(work, bytes, room, options)
 }
 
 /// Peak bytes of the device's allocator or, on the CPU, of the process.
@@ -334,8 +349,7 @@ mod tests {
             parameters: 1000,
             runs: 1,
         };
-        let place = (&device, DType::F32);
-        let figures = kernels(&decoder.config, place, &work, &CEILINGS).unwrap();
+        let figures = kernels(&decoder.config, &device, DType::F32, &work, &CEILINGS).unwrap();
         assert_eq!(figures.kernels.len(), 15);
         assert!(figures.kernels.iter().all(|own| own.times.median_ms > 0.0));
         let work = StepWork {
@@ -397,8 +411,10 @@ mod tests {
 
     #[test]
     fn work_may_fill_but_not_exceed_the_memory() {
-        let check =
-            |bytes: f64, memory| fits("10 rows".into(), bytes, ("a GPU", memory), "`--rows`");
+        let check = |bytes: f64, memory| {
+            let place = "a GPU";
+            fits("10 rows".into(), bytes, Room { place, memory }, "`--rows`")
+        };
         assert!(
             check(f64::MAX, None).is_ok(),
             "unknown memory is not checked"

@@ -1,17 +1,17 @@
 //! Sampling: tokens per second, milliseconds per step, and the share of the memory bandwidth.
 
 use serde::Serialize;
+use verl_decoder::decoder::Decoder;
+use verl_kernels::compiled;
+use verl_kernels::random::{DrawKey, Purpose};
+use verl_rollout::engine::{RolloutRequest, SamplingSettings};
+use verl_rollout::row_steps;
 
 use super::shape::multiplied;
 use super::{
     BenchError, Ceilings, Times, at_least, peak_bytes, repeat, requests_fit, within_context,
 };
-use crate::compiled;
-use crate::decoder::Decoder;
 use crate::model::ModelInterface;
-use crate::random::{DrawKey, Purpose};
-use crate::rollout::engine::{RolloutRequest, SamplingSettings};
-use crate::rollout::row_steps;
 
 /// What is sampled.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -2,10 +2,10 @@
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, Device, Distribution, Tensor};
+use verl_decoder::blocks::attention::Heads;
+use verl_decoder::blocks::rope::{RopeConfig, RopeScaling};
+use verl_decoder::decoder::{Decoder, DecoderConfig};
 
-use crate::blocks::attention::Heads;
-use crate::blocks::rope::{RopeConfig, RopeScaling};
-use crate::decoder::{Decoder, DecoderConfig};
 use crate::weights;
 
 /// A named shape.
@@ -148,7 +148,6 @@ pub(super) fn multiplied(config: &DecoderConfig) -> (f64, f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::ModelInterface;
 
     #[test]
     fn presets_match_the_published_configs() {

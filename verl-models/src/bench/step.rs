@@ -4,6 +4,10 @@ use std::time::Instant;
 
 use burn::tensor::{Device, Tensor, TensorData};
 use serde::Serialize;
+use verl_decoder::decoder::Decoder;
+use verl_kernels::compiled;
+use verl_kernels::scoring::Extras;
+use verl_rollout::engine::SamplingSettings;
 
 use super::rollout::requests;
 use super::train::{activations_fit, optimizer};
@@ -11,12 +15,8 @@ use super::{
     BenchError, Ceilings, RolloutWork, Times, at_least, peak_bytes, requests_fit, seconds,
     within_context,
 };
-use crate::compiled;
-use crate::decoder::Decoder;
-use crate::model::{ModelInterface, PolicyModel, ScoreRow, Scores, TrainedModel};
+use crate::model::{PolicyModel, ScoreRow, Scores, TrainedModel};
 use crate::policy::Policy;
-use crate::rollout::engine::SamplingSettings;
-use crate::scoring::Extras;
 
 /// Largest accepted weight of the KL: losses, gradients and their squares stay well within the range of f32.
 pub const LARGEST_BETA: f64 = 1e6;

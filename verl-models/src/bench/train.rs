@@ -1,19 +1,19 @@
 //! Training: tokens per second and the share of the matrix rate.
 
 use serde::Serialize;
+use verl_decoder::decoder::{Decoder, DecoderConfig};
+use verl_kernels::compiled;
+use verl_kernels::device::DeviceKind;
+use verl_kernels::random::{DrawKey, Purpose};
 
 use super::shape::multiplied;
 use super::{
     BenchError, Ceilings, Times, at_least, fits_on, peak_bytes, repeat, requests_fit, seconds,
 };
-use crate::compiled;
-use crate::decoder::{Decoder, DecoderConfig};
-use crate::device::is_cpu;
 use crate::memory::{Usage, footprint};
-use crate::model::{ModelInterface, PolicyModel, ScoreRow, TrainedModel};
+use crate::model::{PolicyModel, ScoreRow, TrainedModel};
 use crate::optim::OptimizerConfig;
 use crate::policy::Policy;
-use crate::random::{DrawKey, Purpose};
 
 /// The training data and how it is processed.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -167,7 +167,7 @@ pub(super) fn activations_fit(
     let (device, dtype) = (decoder.head().device(), decoder.head().dtype());
     let usage = Usage {
         dtype,
-        device: if is_cpu(&device) { "cpu" } else { "cuda" },
+        device: DeviceKind::of(&device).as_str(),
         scores_tokens: true,
         recompute,
     };

@@ -2,11 +2,11 @@
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use verl_decoder::parameters::visit_parameters;
 
 use super::Violation;
 use crate::model::ParameterGroup;
 use crate::optim::{OptimizerConfig, Schedule};
-use crate::parameters::visit_parameters;
 
 /// Differences that count as rounding, relative to the largest value: matrix kernels add in a different order when the
 /// sizes of a product change.

@@ -2,11 +2,10 @@
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Tensor, TensorData, activation};
-
-use crate::blocks::linear::Linear;
-use crate::parameters::fill_parameters;
-use crate::random;
-use crate::scoring::log_sums;
+use verl_decoder::blocks::linear::Linear;
+use verl_decoder::parameters::fill_parameters;
+use verl_kernels::random;
+use verl_kernels::scoring::log_sums;
 
 /// Q heads of a model; using the smaller of two estimates avoids overestimation.
 pub const Q_HEADS: usize = 2;

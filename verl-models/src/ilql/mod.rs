@@ -19,12 +19,12 @@ use std::path::Path;
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
+use verl_decoder::decoder::Decoder;
+use verl_decoder::hf::LoadError;
+use verl_decoder::parameters::{load_parameters, save_parameters};
+use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
-use crate::decoder::Decoder;
-use crate::hf::LoadError;
 use crate::model::{ModelError, ModelInterface, ParameterGroup};
-use crate::parameters::{load_parameters, save_parameters};
-use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
 pub use heads::{Head, IlqlHeads, Q_HEADS};
 pub use model::{IlqlModel, IlqlPolicy, PackedIlql};

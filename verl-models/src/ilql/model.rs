@@ -1,20 +1,20 @@
 //! Training of an ILQL model, as stages use it.
 
-use std::any::Any;
-use std::path::Path;
-
 use burn::tensor::{Device, Tensor};
+use std::any::Any;
+use verl_decoder::blocks::linear::linear;
+use verl_kernels as kernels;
+use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
 use super::IlqlDecoder;
-use crate::blocks::linear::linear;
 use crate::model::{
     Extras, ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel,
-    ScoreRow, Scores, StepReport, TopTokens, TrainedModel,
+    ScoreRow, Scores, TopTokens, TrainedModel,
 };
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::policy::Policy;
-use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use crate::rows;
+use crate::trained::trained_model;
 
 /// Outputs of the heads for a micro-batch, packed row by row. The selected response tokens are the actions. Each row
 /// has one more state than actions: that of its last token.
@@ -70,6 +70,12 @@ impl IlqlPolicy {
     ) -> Result<Self, OptimizerConfigError> {
         let policy = Policy::new(module, optimizer)?;
         Ok(IlqlPolicy { policy })
+    }
+
+    /// The policy, if it is one with ILQL's heads.
+    pub fn of<'a>(policy: &'a mut (dyn PolicyModel + 'static)) -> Option<&'a mut IlqlPolicy> {
+        let policy: &mut dyn Any = policy;
+        policy.downcast_mut()
     }
 
     /// The module, without autodiff.
@@ -133,11 +139,11 @@ impl States {
         let hidden = module.hidden(ids);
         let [b, s, d] = hidden.dims();
         let hidden = hidden.reshape([b * s, d]);
-        let states = hidden.select(0, rows::indices(self.positions, device)); // [M + R, D]
+        let states = hidden.select(0, kernels::indices(self.positions, device)); // [M + R, D]
         let actions = states
             .clone()
-            .select(0, rows::indices(self.actions, device)); // [M, D]
-        let tokens = rows::indices(self.tokens, device).unsqueeze_dim::<2>(1);
+            .select(0, kernels::indices(self.actions, device)); // [M, D]
+        let tokens = kernels::indices(self.tokens, device).unsqueeze_dim::<2>(1);
         let targets = module.heads.target_qs(actions.clone().detach());
         let targets = targets.into_iter();
         PackedIlql {
@@ -180,7 +186,7 @@ impl IlqlModel for IlqlPolicy {
     }
 }
 
-/// Delegates to the inner policy, except that it gives access to the heads.
+/// Delegates to the inner policy.
 impl PolicyModel for IlqlPolicy {
     fn generate(
         &self,
@@ -232,53 +238,9 @@ impl PolicyModel for IlqlPolicy {
         self.policy
             .accumulate_listed(rows, listed, select, temperature, loss)
     }
-
-    fn ilql(&mut self) -> Option<&mut dyn IlqlModel> {
-        Some(self)
-    }
 }
 
-impl TrainedModel for IlqlPolicy {
-    fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
-        self.policy.optimizer_step()
-    }
-
-    fn optimizer_steps(&self) -> u64 {
-        self.policy.optimizer_steps()
-    }
-
-    fn weights_hash(&self) -> String {
-        self.policy.weights_hash()
-    }
-
-    fn snapshot(&self) -> Box<dyn Any + Send + Sync> {
-        self.policy.snapshot()
-    }
-
-    fn restore(&mut self, snapshot: &(dyn Any + Send + Sync)) -> bool {
-        self.policy.restore(snapshot)
-    }
-
-    fn store(&self, snapshot: &(dyn Any + Send + Sync)) -> Result<Option<Vec<u8>>, ModelError> {
-        self.policy.store(snapshot)
-    }
-
-    fn recall(&self, bytes: &[u8]) -> Result<Option<Box<dyn Any + Send + Sync>>, ModelError> {
-        self.policy.recall(bytes)
-    }
-
-    fn save(&self, dir: &Path) -> Result<(), ModelError> {
-        self.policy.save(dir)
-    }
-
-    fn vocab_size(&self) -> usize {
-        self.policy.vocab_size()
-    }
-
-    fn max_tokens(&self) -> usize {
-        self.policy.max_tokens()
-    }
-}
+trained_model!(IlqlPolicy, policy.trained);
 
 #[cfg(test)]
 mod tests {

@@ -1,20 +1,21 @@
 //! Sampling from a policy whose logits are shifted by the heads. The entire prefix is recomputed for each token, as in
-//! [`rollout::eager`](crate::rollout::eager). Each request is decoded separately, several of them in parallel.
+//! [`rollout::eager`](verl_rollout::eager). Each request is decoded separately, several of them in parallel.
 
 use burn::module::Module;
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor, TensorData};
 use rayon::prelude::*;
-
-use super::IlqlDecoder;
-use crate::blocks::linear::linear;
-use crate::model::ModelInterface;
-use crate::rollout::eager::read;
-use crate::rollout::engine::{
+use verl_decoder::blocks::linear::linear;
+use verl_kernels::device::DeviceKind;
+use verl_rollout::eager::read;
+use verl_rollout::engine::{
     FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings, check_requests,
 };
-use crate::rollout::row::Row;
-use crate::rollout::sampling::Sampler;
-use crate::rollout::stop::StopRules;
+use verl_rollout::row::Row;
+use verl_rollout::sampling::Sampler;
+use verl_rollout::stop::StopRules;
+
+use super::IlqlDecoder;
+use crate::model::ModelInterface;
 
 /// Requests that are decoded before their outputs are passed to the consumer.
 const WAVE: usize = 64;
@@ -30,7 +31,7 @@ pub(super) fn generate(
     StopRules::new(settings)?;
     check_requests(requests, model.vocab_size(), model.max_tokens())?;
     let model = model.valid();
-    let on_cpu = model.head().device() == Device::flex();
+    let on_cpu = DeviceKind::of(&model.head().device()).is_host();
     for start in (0..requests.len()).step_by(WAVE) {
         let wave = start..requests.len().min(start + WAVE);
         // Modules are `Send` but not `Sync`.

@@ -1,12 +1,12 @@
 use std::path::PathBuf;
 
 use burn::tensor::TensorData;
+use verl_decoder::parameters::{fill_parameters, visit_parameters};
+use verl_kernels::random::{DrawKey, Purpose, normals};
 
 use super::*;
 use crate::model::{ScoreRow, TrainedModel};
 use crate::optim::OptimizerConfig;
-use crate::parameters::{fill_parameters, visit_parameters};
-use crate::random::{DrawKey, Purpose, normals};
 
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/tiny-random-llama-tied")

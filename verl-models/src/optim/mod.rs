@@ -3,10 +3,10 @@
 pub mod accumulate;
 pub mod adamw;
 pub mod clip;
-pub mod kernels;
 pub mod schedule;
 mod state;
 
 pub use accumulate::{GradientAccumulator, TrainableParameters};
 pub use adamw::{AdamW, OptimizerConfig, OptimizerConfigError};
 pub use schedule::Schedule;
+pub use verl_kernels::optimizer as kernels;

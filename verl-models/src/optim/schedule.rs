@@ -117,7 +117,7 @@ impl Schedule {
     }
 
     /// Settings that are valid but probably a mistake: their effect, and the help.
-    pub fn doubt(&self) -> Option<(String, String)> {
+    pub fn warning(&self) -> Option<(String, String)> {
         let total_steps = self.total_steps()?;
         let warmup = self.warmup_steps();
         if total_steps == 0 {
@@ -185,12 +185,12 @@ mod tests {
             total_steps: Some(total_steps),
             final_share: 0.0,
         };
-        assert_eq!(cosine(5, 100).doubt(), None);
-        let reason = |schedule: Schedule| schedule.doubt().unwrap().0;
+        assert_eq!(cosine(5, 100).warning(), None);
+        let reason = |schedule: Schedule| schedule.warning().unwrap().0;
         assert!(reason(cosine(0, 0)).contains("total_steps = 0"));
         assert!(reason(cosine(5000, 300)).contains("only rises"));
         let constant = Schedule::Constant { warmup_steps: 9 };
-        assert_eq!(constant.doubt(), None);
+        assert_eq!(constant.warning(), None);
     }
 
     #[track_caller]

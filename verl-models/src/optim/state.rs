@@ -5,10 +5,10 @@ use std::path::Path;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use safetensors::tensor::{SafeTensors, TensorView};
+use verl_text::files;
 
 use super::accumulate::TrainableParameters;
 use super::adamw::{AdamW, ParameterState};
-use crate::files;
 use crate::model::ModelError;
 
 /// Metadata key of the optimiser's step count; for a parameter's step count it follows the parameter's name.

@@ -1,12 +1,11 @@
 //! The most probable tokens of a policy, and training on log-probs of listed tokens.
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use verl_kernels::scoring::{listed_log_probs, top_log_probs};
 
-use super::TRAIN_CHUNK;
 use crate::model::{ListedTokens, ModelError, ModelInterface, PackedListed, ScoreRow, TopTokens};
 use crate::packing::{Layout, Packed, TrainingBatch};
-use crate::rows::{self, Call, CallLimits};
-use crate::scoring::{listed_log_probs, top_log_probs};
+use crate::rows::{self, Call, CallLimits, TRAIN_CHUNK};
 use crate::trained::Trained;
 
 fn check_temperature(temperature: f64) -> Result<(), ModelError> {
@@ -32,8 +31,13 @@ pub(super) fn top_tokens<M: ModelInterface>(
     let device = trained.device();
     let limits = CallLimits::of(&device);
     let calls = rows::calls(rows, trained.module().max_tokens(), limits);
+    let search = Search {
+        top_k,
+        temperature,
+        limits,
+    };
     let found = trained.run_calls(&calls, |module, call| {
-        top_of_call(module, call, rows, &device, (top_k, temperature, limits))
+        top_of_call(module, call, rows, &device, search)
     });
     let mut results = vec![TopTokens::default(); rows.len()];
     for (call, found) in calls.iter().zip(found) {
@@ -44,14 +48,27 @@ pub(super) fn top_tokens<M: ModelInterface>(
     Ok(results)
 }
 
+/// What [`top_of_call`] looks for, and how.
+#[derive(Debug, Clone, Copy)]
+struct Search {
+    top_k: usize,
+    temperature: f64,
+    limits: CallLimits,
+}
+
 /// The most probable tokens of the rows of one padded call, in the order of its rows.
 fn top_of_call<M: ModelInterface>(
     module: &M,
     call: &Call,
     rows: &[ScoreRow<'_>],
     device: &Device,
-    (top_k, temperature, limits): (usize, f64, CallLimits),
+    search: Search,
 ) -> Vec<TopTokens> {
+    let Search {
+        top_k,
+        temperature,
+        limits,
+    } = search;
     let mut packed = Packed::default();
     for (place, &row) in call.rows.iter().enumerate() {
         for token in 0..rows[row].response.len() {

@@ -1,7 +1,3 @@
-//! Compares models and tokenizers with `transformers`, and rollout engines with each other.
+//! Compares models with `transformers`.
 
-mod addition_tokenizer;
-mod engines;
 mod parity;
-mod special_tokens;
-mod targets;

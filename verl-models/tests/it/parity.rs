@@ -10,10 +10,9 @@
 )]
 
 use std::collections::HashMap;
-use std::env;
-use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::{env, fs};
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::activation::log_softmax;

@@ -4,12 +4,13 @@ use std::io::{self, Write};
 
 use clap::Args;
 use serde_json::json;
+use verl_declare::registry::Registry;
+use verl_plan::Plannable;
+use verl_plan::look::{Checked, Look};
 
 use super::json_error::{JsonError, json_findings, write_json};
 use super::rows::{write_rows, write_summary};
 use super::{PipelineArgs, number, write_findings};
-use crate::plan::look::{Checked, Look};
-use crate::registry::Registry;
 
 /// Arguments of `pipe check`.
 #[derive(Debug, Clone, Args)]
@@ -54,25 +55,25 @@ pub fn check(args: &CheckArgs, registry: &Registry, out: &mut dyn Write) -> io::
     match plan {
         Ok(plan) if args.json => {
             let summary = json!({
-                "pipeline": plan.pipe.name,
-                "stages": plan.stages.len(),
-                "samples_a_step": plan.batch.rows,
-                "optimizer_steps_a_step": plan.batch.optimizer_steps,
+                "pipeline": plan.pipe().name,
+                "stages": plan.stages().len(),
+                "samples_a_step": plan.batch().rows,
+                "optimizer_steps_a_step": plan.batch().optimizer_steps,
                 "rows": rows,
-                "warnings": json_findings(&plan.warnings),
+                "warnings": json_findings(plan.warnings()),
             });
             write_json(&summary, out)?;
             Ok(0)
         }
         Ok(plan) => {
-            write_findings(&plan.warnings, out)?;
+            write_findings(plan.warnings(), out)?;
             writeln!(
                 out,
                 "{}: {}, {} a step, {} a step",
-                plan.pipe.name,
-                number(plan.stages.len(), "stage"),
-                number(plan.batch.rows, "sample"),
-                number(plan.batch.optimizer_steps, "optimiser step")
+                plan.pipe().name,
+                number(plan.stages().len(), "stage"),
+                number(plan.batch().rows, "sample"),
+                number(plan.batch().optimizer_steps, "optimiser step")
             )?;
             for rows in &rows {
                 write_summary(rows, out)?;

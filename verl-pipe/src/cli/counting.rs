@@ -2,10 +2,9 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-
-use crate::batch::{Batch, RowId};
-use crate::keys::DATA_ROWS;
-use crate::stage::{
+use verl_words::batch::{Batch, RowId};
+use verl_words::keys::DATA_ROWS;
+use verl_words::stage::{
     BuildContext, ConfigError, RowRule, Stage, StageConfig, StageContext, StageError, StageSpec,
 };
 

@@ -12,8 +12,7 @@ use std::io::{self, Write};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-
-use crate::diagnostic::{Diagnostic, Severity};
+use verl_words::diagnostic::{Diagnostic, Severity};
 
 /// Code of an invalid command line.
 pub const USAGE: &str = "usage";
@@ -77,7 +76,7 @@ impl From<&Diagnostic> for JsonFinding {
             code: finding.code.to_owned(),
             severity: match finding.severity {
                 Severity::Error => "error",
-                Severity::Warning => "warning",
+                Severity::Warning | Severity::Blocking => "warning",
             }
             .to_owned(),
             message: finding.what.clone(),

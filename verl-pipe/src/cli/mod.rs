@@ -21,11 +21,10 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 
 use clap::Args;
-
-use crate::config::read_pipeline;
-use crate::diagnostic::Diagnostic;
-use crate::pipe::DataPipe;
-use crate::registry::Registry;
+use verl_declare::pipe::DataPipe;
+use verl_declare::registry::Registry;
+use verl_plan::read::read_pipeline;
+use verl_words::diagnostic::Diagnostic;
 
 /// A pipeline file with overrides, as commands accept it.
 #[derive(Debug, Clone, Args)]

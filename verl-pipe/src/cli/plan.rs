@@ -4,10 +4,11 @@ use std::io::{self, Write};
 
 use clap::Args;
 use serde_json::json;
+use verl_declare::registry::Registry;
+use verl_plan::Plannable;
 
 use super::json_error::{JsonError, json_findings, write_json};
 use super::{PipelineArgs, write_findings};
-use crate::registry::Registry;
 use crate::schema::edges::PipelineEdges;
 
 /// Arguments of `pipe plan`.
@@ -39,11 +40,11 @@ pub fn plan(args: &PlanArgs, registry: &Registry, out: &mut dyn Write) -> io::Re
             } = PipelineEdges::of(&plan);
             let document = json!({
                 "pipeline": pipeline,
-                "batch": plan.batch,
+                "batch": plan.batch(),
                 "memory": plan.memory(),
                 "stages": stages,
                 "edges": edges,
-                "warnings": json_findings(&plan.warnings),
+                "warnings": json_findings(plan.warnings()),
             });
             write_json(&document, out).map(|()| 0)
         }

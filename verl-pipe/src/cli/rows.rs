@@ -5,7 +5,7 @@
 
 use std::io::{self, Write};
 
-use crate::plan::look::{ShownRow, ShownTarget, ShownToken, Spread, StageRows};
+use verl_plan::look::{ShownRow, ShownTarget, ShownToken, Spread, StageRows};
 
 use super::number;
 
@@ -21,7 +21,7 @@ const TOKENS: usize = 120;
 /// # Errors
 /// If `out` cannot be written.
 pub(super) fn write_summary(rows: &StageRows, out: &mut dyn Write) -> io::Result<()> {
-    let part = if rows.is_whole { "" } else { "the first " };
+    let part = if rows.is_complete { "" } else { "the first " };
     write!(
         out,
         "{}: {part}{} read by `{}`, {} rendered and tokenised",

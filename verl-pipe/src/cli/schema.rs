@@ -6,11 +6,12 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use verl_declare::registry::Registry;
+use verl_plan::Plannable;
+use verl_words::diagnostic::{Diagnostic, suggest};
 
 use super::json_error::{FILE, JsonError};
 use super::{PipelineArgs, write_findings};
-use crate::diagnostic::{Diagnostic, suggest};
-use crate::registry::Registry;
 use crate::schema::edges::PipelineEdges;
 use crate::schema::folder::{Document, Format, json_text};
 use crate::schema::kinds::Catalogue;

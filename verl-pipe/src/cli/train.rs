@@ -5,21 +5,21 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use clap::Args;
+use verl_declare::registry::Registry;
+use verl_plan::Plannable;
+use verl_plan::look::Look;
+use verl_rules::config::TraceConfig;
+use verl_run::error::RunError;
+use verl_run::interrupt::{CANCELLED_STATUS, cancel_on_ctrl_c};
+use verl_run::runner::RunOptions;
+use verl_train::console::Console;
+use verl_train::timeline::Kernels;
+use verl_train::trainer::{Trainer, TrainerOptions};
+use verl_words::diagnostic::Diagnostic;
+use verl_words::stage::CancelToken;
 
 use super::{PipelineArgs, write_findings};
-use crate::diagnostic::Diagnostic;
-use crate::plan::look::Look;
-use crate::registry::Registry;
-use crate::run::console::Console;
-use crate::run::error::RunError;
-use crate::run::interrupt::{CANCELLED_STATUS, cancel_on_ctrl_c};
-use crate::run::runner::RunOptions;
-use crate::run::timeline::Kernels;
-use crate::run::trainer::{Trainer, TrainerOptions};
-use crate::schedule::placement::blocking_error;
 use crate::schema::pipeline_schema;
-use crate::stage::CancelToken;
-use crate::trace::config::TraceConfig;
 
 /// Arguments of `pipe train`.
 #[derive(Debug, Clone, Args)]
@@ -96,7 +96,7 @@ pub fn train(
     let checked = args.pipeline.read(registry).and_then(|mut pipe| {
         args.debug.apply(&mut pipe.trace);
         let look = Look {
-            whole: true,
+            complete: true,
             ..Look::default()
         };
         pipe.check(&look).plan
@@ -109,7 +109,7 @@ pub fn train(
         }
     };
     // Warnings that prevent the run are reported as the error that ends it.
-    let harmless = plan.warnings.iter().filter(|w| blocking_error(w).is_none());
+    let harmless = plan.warnings().iter().filter(|w| w.when_run().is_none());
     let harmless: Vec<Diagnostic> = harmless.cloned().collect();
     if !harmless.is_empty() {
         report(&harmless);
@@ -118,7 +118,7 @@ pub fn train(
     if let Err(error) = cancel_on_ctrl_c(cancel.clone()) {
         tracing::warn!("Ctrl-C will end the process immediately: {error}");
     }
-    let console = Console::new(plan.pipe.run.steps, plan.pipe.run.console_every);
+    let console = Console::new(plan.pipe().run.steps, plan.pipe().run.console_every);
     let options = TrainerOptions {
         run: RunOptions {
             cancel,
@@ -132,7 +132,7 @@ pub fn train(
         plan_warnings_shown: true,
         free_space: None,
     };
-    let dir = plan.pipe.run.dir.clone();
+    let dir = plan.pipe().run.dir.clone();
     let ended = Trainer::with_options(plan, options).and_then(|mut trainer| trainer.train());
     match ended {
         Ok(_) => {
@@ -254,7 +254,7 @@ mod tests {
         assert_eq!(run("a", &[]), 0);
         assert!(status("a").contains("\"finished\""));
         let start = std::fs::read_to_string(temp.path().join("a/start.json")).unwrap();
-        let start: crate::run::records::StartFile = serde_json::from_str(&start).unwrap();
+        let start: verl_run::records::StartFile = serde_json::from_str(&start).unwrap();
         assert!(start.check_s.is_some_and(|seconds| seconds > 0.0) && start.load_s > 0.0);
         assert!(start.stages.contains_key("count") && start.kernels.is_none());
         // The folder exists already.

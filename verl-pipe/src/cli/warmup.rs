@@ -11,16 +11,16 @@ use std::time::Instant;
 use clap::Args;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use verl_declare::registry::Registry;
+use verl_plan::{Plan, Plannable};
+use verl_run::error::RunError;
+use verl_run::records::StartFile;
+use verl_run::runner::{Run, RunOptions};
+use verl_train::timeline::{Kernels, Timeline};
+use verl_words::diagnostic::Diagnostic;
 
 use super::json_error::{JsonError, write_json};
 use super::{PipelineArgs, write_findings};
-use crate::diagnostic::Diagnostic;
-use crate::plan::Plan;
-use crate::registry::Registry;
-use crate::run::error::RunError;
-use crate::run::records::StartFile;
-use crate::run::runner::RunOptions;
-use crate::run::timeline::{Kernels, Timeline};
 
 /// Arguments of `pipe warmup`.
 #[derive(Debug, Clone, Args)]
@@ -85,23 +85,21 @@ pub fn warmup(
 }
 
 fn warm(plan: Plan, began: Instant, kernels: Arc<dyn Kernels>) -> Result<Warmup, Failure> {
-    let group = plan.pipe.devices.group.clone();
+    let group = plan.pipe().devices.group.clone();
     let mut done = Warmup {
-        pipeline: plan.pipe.name.clone(),
+        pipeline: plan.pipe().name.clone(),
         devices: group.clone(),
         nothing: None,
         start: None,
     };
-    let devices = plan.pipe.devices.list().unwrap_or_default();
+    let devices = plan.pipe().devices.list().unwrap_or_default();
     if !devices.iter().any(|device| kernels.used_on(device)) {
         done.nothing = Some(format!("this build compiles nothing for `{group}`"));
         return Ok(done);
     }
     let schedule = plan.schedule().map_err(Failure::Findings)?;
-    let mut timeline = Timeline::load(&schedule.plan, Some(began), Some(kernels));
-    let mut run = schedule
-        .start(RunOptions::default())
-        .map_err(Failure::Run)?;
+    let mut timeline = Timeline::load(schedule.plan(), Some(began), Some(kernels));
+    let mut run = Run::start(schedule, RunOptions::default()).map_err(Failure::Run)?;
     timeline.loaded();
     let output = run.step().map_err(Failure::Run)?;
     done.start = Some(timeline.first_step(&output.metrics));
@@ -133,9 +131,10 @@ fn text(done: &Warmup) -> String {
 
 #[cfg(test)]
 mod tests {
+    use verl_run::records::KernelTally;
+
     use super::*;
     use crate::cli::counting::Count;
-    use crate::run::records::KernelTally;
 
     /// Compiles kernels for one device.
     struct Fake(&'static str);

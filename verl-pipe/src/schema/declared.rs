@@ -7,13 +7,14 @@
 
 use schemars::SchemaGenerator;
 use serde_json::{Map, Value, json};
+use verl_declare::pipe::StageDecl;
+use verl_declare::registry::{Kind, Registry};
+use verl_declare::sizes::{BatchConfig, DevicesConfig};
+use verl_plan::schedule::batching::estimate;
+use verl_words::field::Field;
+use verl_words::stage::{BuildContext, Metric, RowRule, StageSpec};
 
 use super::fill_slots;
-use crate::field::Field;
-use crate::pipe::StageDecl;
-use crate::registry::{Kind, Registry};
-use crate::schedule::batching::{BatchConfig, BatchPlan, DevicesConfig};
-use crate::stage::{BuildContext, Metric, RowRule, StageSpec};
 
 /// Numbers of samples per prompt to document stages with, tried in order: some parts accept only pairs.
 const SAMPLES: [usize; 3] = [4, 2, 1];
@@ -277,7 +278,7 @@ fn context(config: &Value, samples: usize) -> BuildContext {
         samples,
         ..BatchConfig::default()
     };
-    let (batch, _) = BatchPlan::estimate(&sizes, &DevicesConfig::default(), None);
+    let (batch, _) = estimate(&sizes, &DevicesConfig::default(), None);
     let mut names = Vec::new();
     texts(config, &mut names);
     BuildContext {
@@ -429,11 +430,11 @@ fn section_of(kind: &Kind<StageDecl>) -> Value {
 mod tests {
     use schemars::JsonSchema;
     use serde::{Deserialize, Serialize};
+    use verl_words::batch::Batch;
+    use verl_words::keys::{ENTROPIES, PROMPTS, RESPONSES, REWARDS, VALUES};
+    use verl_words::stage::{ConfigError, Stage, StageConfig, StageContext, StageError};
 
     use super::*;
-    use crate::batch::Batch;
-    use crate::keys::{ENTROPIES, PROMPTS, RESPONSES, REWARDS, VALUES};
-    use crate::stage::{ConfigError, Stage, StageConfig, StageContext, StageError};
 
     #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize, JsonSchema, PartialEq)]
     #[serde(rename_all = "snake_case")]

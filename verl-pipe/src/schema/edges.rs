@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-
-use crate::field::{DType, Field, LogProbTag};
-use crate::plan::{Edge, Plan, PlannedStage};
-use crate::shape::{Dim, Shape};
-use crate::stage::{Access, Cardinality};
+use verl_plan::{Edge, Plan, PlannedStage};
+use verl_words::field::{DType, Field, LogProbTag};
+use verl_words::shape::{Dim, Shape};
+use verl_words::stage::{Access, Cardinality};
 
 /// A checked pipeline, as `pipe schema --pipeline FILE` prints it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -109,6 +108,7 @@ impl PipelineEdges {
     /// ```
     /// use verl_pipe::keys::{RESPONSES, REWARDS};
     /// use verl_pipe::pipe::{DataPipe, stage_fn};
+    /// use verl_pipe::plan::Plannable;
     /// use verl_pipe::schema::edges::PipelineEdges;
     /// use verl_pipe::stage::{RowRule, StageSpec};
     ///
@@ -124,19 +124,19 @@ impl PipelineEdges {
     /// ```
     pub fn of(plan: &Plan) -> PipelineEdges {
         let lengths = lengths(plan);
-        let stages = plan.stages.iter().map(|stage| StageOfPipeline {
-            name: stage.name.clone(),
-            kind: stage.kind.clone(),
-            cut: stage.spec.cardinality,
-            rows_of_a_call: stage.slice_rows,
-            models: stage.spec.models.clone(),
+        let stages = plan.stages().iter().map(|stage| StageOfPipeline {
+            name: stage.name().to_owned(),
+            kind: stage.kind().to_owned(),
+            cut: stage.spec().cardinality,
+            rows_of_a_call: stage.slice_rows(),
+            models: stage.spec().models.clone(),
         });
-        let written = plan.stages.iter().flat_map(|stage| {
-            let fields = stage.spec.writes.iter();
+        let written = plan.stages().iter().flat_map(|stage| {
+            let fields = stage.spec().writes.iter();
             fields.map(move |field| (stage, field))
         });
         PipelineEdges {
-            pipeline: plan.pipe.name.clone(),
+            pipeline: plan.pipe().name.clone(),
             stages: stages.collect(),
             edges: written
                 .map(|(stage, field)| edge(plan, stage, field, &lengths))
@@ -158,14 +158,14 @@ fn edge(
     let dims: Vec<DimOfPipeline> = dims
         .iter()
         .enumerate()
-        .map(|(at, dim)| match writer.table_out.filter(|_| at == 0) {
+        .map(|(at, dim)| match writer.table_out().filter(|_| at == 0) {
             Some(table) => rows(plan, table),
             None => inner(plan, dim, lengths.get(key)),
         })
         .collect();
     let shape: Vec<&str> = dims.iter().map(|dim| dim.dim.as_str()).collect();
-    let readers = plan.stages.iter().flat_map(|stage| {
-        let inputs = stage.inputs.iter().filter(|edge| edge.key == key);
+    let readers = plan.stages().iter().flat_map(|stage| {
+        let inputs = stage.inputs().iter().filter(|edge| edge.key == key);
         inputs.map(move |edge| reader(plan, stage, edge))
     });
     EdgeOfPipeline {
@@ -178,7 +178,7 @@ fn edge(
         finite: field.finite,
         distribution: field.tag.clone(),
         writer: Writer {
-            stage: writer.name.clone(),
+            stage: writer.name().to_owned(),
             key: field.name.to_string(),
         },
         readers: readers.collect(),
@@ -187,7 +187,7 @@ fn edge(
 }
 
 fn rows(plan: &Plan, table: usize) -> DimOfPipeline {
-    let table = &plan.tables[table];
+    let table = &plan.tables()[table];
     DimOfPipeline {
         dim: table.rows.clone(),
         size: Some(table.num_rows),
@@ -202,7 +202,7 @@ fn inner(plan: &Plan, dim: &Dim, lengths: Option<&Lengths>) -> DimOfPipeline {
         Dim::Fixed(size) => (Some(*size), None),
         Dim::Ragged(_) => (
             None,
-            lengths.map(|(stage, _)| plan.stages[*stage].name.clone()),
+            lengths.map(|(stage, _)| plan.stages()[*stage].name().to_owned()),
         ),
         Dim::Symbol(_) => (None, None),
     };
@@ -217,10 +217,10 @@ fn inner(plan: &Plan, dim: &Dim, lengths: Option<&Lengths>) -> DimOfPipeline {
 
 fn reader(plan: &Plan, stage: &PlannedStage, edge: &Edge) -> Reader {
     let finer = stage
-        .table_in
+        .table_in()
         .map_or(1, |table| plan.rows_per_prompt(table));
     Reader {
-        stage: stage.name.clone(),
+        stage: stage.name().to_owned(),
         key: edge.local.clone(),
         converted_to: edge.convert.map(|(_, to)| to),
         repeated: (finer / plan.rows_per_prompt(edge.table).max(1)).max(1),
@@ -230,8 +230,8 @@ fn reader(plan: &Plan, stage: &PlannedStage, edge: &Edge) -> Reader {
 /// The origin of the lengths of each ragged key; for a letter that a stage also reads, the origin of the read key.
 fn lengths(plan: &Plan) -> BTreeMap<String, Lengths> {
     let mut of_key: BTreeMap<String, Lengths> = BTreeMap::new();
-    for (index, stage) in plan.stages.iter().enumerate() {
-        let spec = &stage.spec;
+    for (index, stage) in plan.stages().iter().enumerate() {
+        let spec = stage.spec();
         let mut bound: BTreeMap<String, Lengths> = BTreeMap::new();
         for field in spec.reads.iter().chain(&spec.reads_optional) {
             let known = of_key.get(stage.key(&field.name)).cloned();
@@ -255,10 +255,12 @@ fn letter(field: &Field) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use verl_declare::pipe::{DataPipe, stage_fn};
+    use verl_plan::Plannable;
+    use verl_words::keys::{ADVANTAGES, PROMPTS, RESPONSES, REWARDS};
+    use verl_words::stage::{RowRule, StageSpec};
+
     use super::*;
-    use crate::keys::{ADVANTAGES, PROMPTS, RESPONSES, REWARDS};
-    use crate::pipe::{DataPipe, stage_fn};
-    use crate::stage::{RowRule, StageSpec};
 
     #[test]
     fn edges_have_writer_readers_and_sizes() {

@@ -1,10 +1,10 @@
 //! Columns of an edge as JSON Schema: the schema of a row of a batch written as an object.
 
 use serde_json::{Map, Value, json};
+use verl_words::field::{DType, Field};
+use verl_words::shape::{Dim, Shape};
 
 use super::NOTE;
-use crate::field::{DType, Field};
-use crate::shape::{Dim, Shape};
 
 /// The schema of a row's value in a column; dtype, shape, unit and distribution are under [`NOTE`].
 pub(crate) fn column(field: &Field) -> Value {
@@ -63,9 +63,10 @@ fn element(dtype: DType) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use verl_words::field::{LogProbTag, Support};
+    use verl_words::keys::{OLD_LOG_PROBS, PROMPT_TEXTS, REWARDS};
+
     use super::*;
-    use crate::field::{LogProbTag, Support};
-    use crate::keys::{OLD_LOG_PROBS, PROMPT_TEXTS, REWARDS};
 
     #[test]
     fn a_column_is_the_value_of_a_row() {

@@ -30,13 +30,13 @@
 
 use schemars::SchemaGenerator;
 use serde_json::{Map, Value, json};
+use verl_declare::registry::{FILE, Kind, Registry};
+use verl_words::field::Field;
+use verl_words::stage::{Access, Cadence, Cardinality, Metric, RowRule, StageSpec};
 
 use super::declared::{Change, Declaration, Declared, Use, part_users};
 use super::fields::column;
 use super::{DRAFT, NOTE, common_settings, entry, fill_slots};
-use crate::field::Field;
-use crate::registry::{FILE, Kind, Registry};
-use crate::stage::{Access, Cadence, Cardinality, Metric, RowRule, StageSpec};
 
 /// The declarations of the kinds of a registry, collected once for all documents.
 pub struct Catalogue<'a> {
@@ -169,7 +169,7 @@ impl<'a> Catalogue<'a> {
 }
 
 fn part_user(
-    stage: &Kind<crate::pipe::StageDecl>,
+    stage: &Kind<verl_declare::pipe::StageDecl>,
     setting: String,
     part: &str,
     registry: &Registry,

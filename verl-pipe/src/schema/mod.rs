@@ -24,12 +24,11 @@ pub mod run_folder;
 
 use schemars::{JsonSchema, SchemaGenerator};
 use serde_json::{Map, Value, json};
-
-use crate::part::AnyPart;
-use crate::pipe::RunConfig;
-use crate::registry::{FILE, Kind, Kinds, Registry};
-use crate::schedule::batching::{BatchConfig, DevicesConfig};
-use crate::trace::config::TraceConfig;
+use verl_declare::part::AnyPart;
+use verl_declare::pipe::RunConfig;
+use verl_declare::registry::{FILE, Kind, Kinds, Registry};
+use verl_declare::sizes::{BatchConfig, DevicesConfig};
+use verl_rules::config::TraceConfig;
 
 /// The dialect of every schema in this module.
 pub(crate) const DRAFT: &str = "https://json-schema.org/draft/2020-12/schema";
@@ -210,7 +209,7 @@ fn common_settings() -> [(&'static str, Value); 3] {
     ]
 }
 
-/// Adds the kinds of each slot to the definitions that [`Part`](crate::part::Part) refers to.
+/// Adds the kinds of each slot to the definitions that [`Part`](verl_declare::part::Part) refers to.
 fn fill_slots(registry: &Registry, generator: &mut SchemaGenerator) {
     for (slot, kinds) in registry.slots().iter() {
         let parts = slot_schema(slot, kinds, generator);

@@ -4,21 +4,20 @@
 
 use schemars::{JsonSchema, SchemaGenerator};
 use serde_json::{Map, Value, json};
-
-use super::kinds::{Catalogue, metric_note};
-use super::{DRAFT, NOTE};
-use crate::run::records::{
+use verl_rules::Anomaly;
+use verl_run::records::{
     DataFile, ENGINE_METRICS, MetricsLine, RowErrorLine, STAGE, SampleLine, StartFile, StatusFile,
     VersionsFile, WarningLine,
 };
-use crate::run::stall::StallReport;
-use crate::stage::Metric;
-use crate::trace::columns::{Column, STAT_COLUMNS, STEP_COLUMNS};
-use crate::trace::conditions::Conditions;
-use crate::trace::describe::TracedPipeline;
-use crate::trace::format::{MANIFEST_KEY, StageManifest, StepManifest, TraceFormat};
-use crate::trace::rules::Anomaly;
-use crate::trace::state::Beside;
+use verl_run::stall::StallReport;
+use verl_trace::files::{
+    Beside, Column, Conditions, MANIFEST_KEY, STAT_COLUMNS, STEP_COLUMNS, StageManifest,
+    StepManifest, TraceFormat, TracedPipeline,
+};
+use verl_words::stage::Metric;
+
+use super::kinds::{Catalogue, metric_note};
+use super::{DRAFT, NOTE};
 
 /// Pattern of the name of a stage.
 pub(crate) const ANY_STAGE: &str = "[^/]+";
@@ -410,8 +409,9 @@ fn file(
 
 #[cfg(test)]
 mod tests {
+    use verl_declare::registry::Registry;
+
     use super::*;
-    use crate::registry::Registry;
 
     #[test]
     fn files_are_identified_by_their_paths() {

@@ -6,14 +6,18 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::kit::*;
+use schemars::JsonSchema;
+use serde::ser::Error as _;
+use serde::{Deserialize, Serialize, Serializer};
 use verl_pipe::chain::IntoStage;
 use verl_pipe::config::{parse_pipeline, read_pipeline};
 use verl_pipe::diagnostic::Diagnostic;
 use verl_pipe::field::{Key, Scalar};
 use verl_pipe::keys::*;
 use verl_pipe::pipe::{DataPipe, stage_fn};
+use verl_pipe::plan::Plannable;
 use verl_pipe::registry::Registry;
-use verl_pipe::schedule::batching::BatchConfig;
+use verl_pipe::schedule::batching::DevicesConfig;
 use verl_pipe::schedule::groups::DeviceGroup;
 use verl_pipe::stage::*;
 
@@ -33,16 +37,47 @@ fn printed(findings: &[Diagnostic]) -> String {
 fn findings_of(text: &str, overrides: &[&str]) -> Vec<Diagnostic> {
     match parse_pipeline(text, "example.toml", overrides, &registry()).and_then(|pipe| pipe.plan())
     {
-        Ok(plan) => plan.warnings,
+        Ok(plan) => plan.warnings().to_vec(),
         Err(findings) => findings,
     }
 }
 
 fn findings(pipe: &DataPipe) -> Vec<Diagnostic> {
     match pipe.plan() {
-        Ok(plan) => plan.warnings,
+        Ok(plan) => plan.warnings().to_vec(),
         Err(findings) => findings,
     }
+}
+
+/// A stage whose settings cannot be written as JSON.
+#[derive(Clone, Deserialize, JsonSchema)]
+struct Unwritable {}
+
+impl Serialize for Unwritable {
+    fn serialize<S: Serializer>(&self, _serializer: S) -> Result<S::Ok, S::Error> {
+        Err(S::Error::custom("there are no words for it"))
+    }
+}
+
+impl StageConfig for Unwritable {
+    const KIND: &'static str = "unwritable";
+    const SUMMARY: &'static str = "settings that cannot be written";
+
+    fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+        let spec = StageSpec::new().rows(RowRule::Source).writes(PROMPTS);
+        Ok(Box::new(Declared(spec)))
+    }
+}
+
+#[test]
+fn settings_that_cannot_be_written() {
+    let pipe = DataPipe::new("unwritable").add_stage("source", Unwritable {});
+    let text = printed(&findings(&pipe));
+    let words = "`kind` is `unwritable`, whose settings cannot be written as JSON: there are no words for it";
+    assert!(
+        text.contains("error[C005]") && text.contains(words),
+        "{text}"
+    );
 }
 
 #[test]
@@ -309,22 +344,22 @@ fn deadlines_that_leave_no_time() {
 }
 
 #[test]
-fn sizes_without_a_valid_value() {
+fn several_devices() {
     let mut pipe = grpo();
-    pipe.devices.rollout_tensor_parallel = 1;
-    pipe.batch = BatchConfig {
-        prompts: 8,
-        samples: 2,
-        ..BatchConfig::default()
+    pipe.devices = DevicesConfig {
+        group: "cuda:0-5".to_owned(),
+        rollout_tensor_parallel: 2,
     };
-    insta::assert_snapshot!("S001_instead", printed(&findings(&pipe)));
-    // The batch arithmetic must not change the groups that a filter keeps.
-    let filter = FilterGroups {
-        groups: 8,
-        ..FilterGroups::default()
-    };
-    let found = findings(&pipe.add_stage("filter_groups", filter));
-    insta::assert_snapshot!("S001_none", printed(&found));
+    // Sizes that do not divide by the number of devices are not reported in addition.
+    pipe.batch.prompts = 61;
+    (pipe.batch.mini_batch, pipe.batch.micro_batch) = (None, None);
+    insta::assert_snapshot!("S015", printed(&findings(&pipe)));
+    pipe.devices.group = "cuda:5".to_owned();
+    let found = findings(&pipe);
+    assert_eq!(
+        (found.len(), found[0].location.as_str()),
+        (1, "[devices] rollout_tensor_parallel")
+    );
 }
 
 /// A station's letter and three digits.
@@ -353,7 +388,7 @@ fn settings_that_a_stage_warns_about() {
     let idle = StageSpec::new()
         .reads(REWARDS)
         .rows(RowRule::Sink)
-        .doubts(ConfigError::new(
+        .warning(ConfigError::new(
             "price",
             "is 0, so that nothing is taken off",
             "set it to a number above 0",
@@ -403,14 +438,14 @@ fn runs_that_do_not_fit() {
         pipe.plan().expect("a plan")
     };
     let plan = plan_of("on_a_small_device");
-    let found: Vec<Diagnostic> = plan.warnings.clone();
+    let found: Vec<Diagnostic> = plan.warnings().to_vec();
     insta::assert_snapshot!("S014", printed(&found));
     // It can be planned, but not run.
     let errors = plan.schedule().expect_err("does not fit");
     assert_eq!(errors.len(), 1);
     assert!(errors[0].code == "S014" && errors[0].is_error());
     let plan = plan_of("on_a_large_device");
-    assert_eq!(printed(&plan.warnings), "");
+    assert_eq!(printed(plan.warnings()), "");
     assert!(plan.schedule().is_ok());
 }
 
@@ -448,10 +483,25 @@ fn rows_per_prompt_that_disagree_with_the_batch() {
 fn every_code_of_the_source_has_a_page_and_vice_versa() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let mut used = BTreeSet::new();
-    let mut folders: Vec<PathBuf> = ["src", "verl-pipe/src", "verl-stages/src", "verl-models/src"]
-        .iter()
-        .map(|folder| root.join(folder))
-        .collect();
+    let sources = [
+        "src",
+        "verl-pipe/declare/src",
+        "verl-pipe/plan/src",
+        "verl-pipe/rules/src",
+        "verl-pipe/run/src",
+        "verl-pipe/src",
+        "verl-pipe/trace/src",
+        "verl-pipe/train/src",
+        "verl-pipe/view/src",
+        "verl-pipe/words/src",
+        "verl-stages/src",
+        "verl-models/decoder/src",
+        "verl-models/kernels/src",
+        "verl-models/rollout/src",
+        "verl-models/src",
+        "verl-models/text/src",
+    ];
+    let mut folders: Vec<PathBuf> = sources.iter().map(|folder| root.join(folder)).collect();
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
             let path = entry.path();

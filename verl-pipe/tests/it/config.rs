@@ -9,6 +9,7 @@ use verl_pipe::cli::schema::SchemaArgs;
 use verl_pipe::cli::{self, PipelineArgs};
 use verl_pipe::config::{parse_pipeline, read_pipeline, to_toml};
 use verl_pipe::pipe::DataPipe;
+use verl_pipe::plan::Plannable;
 use verl_pipe::schema::pipeline_schema;
 
 const GRPO: &str = r#"
@@ -108,11 +109,7 @@ fn a_file_declares_a_pipeline() {
         json!({"model": "actor", "temperature": 1.0, "max_new_tokens": 8})
     );
     let plan = pipe.plan().expect("a plan");
-    let names: Vec<&str> = plan
-        .stages
-        .iter()
-        .map(|stage| stage.name.as_str())
-        .collect();
+    let names: Vec<&str> = plan.stages().iter().map(|stage| stage.name()).collect();
     assert_eq!(
         names,
         [
@@ -125,7 +122,7 @@ fn a_file_declares_a_pipeline() {
         ]
     );
     assert_eq!(
-        plan.fields["scores"].meaning,
+        plan.fields()["scores"].meaning,
         "one reward per response; null if it could not be scored"
     );
 }
@@ -196,7 +193,7 @@ fn paths_are_resolved_against_the_folder_of_the_file() {
     fs::write(&path, GRPO).expect("a file");
     let pipe = read_pipeline::<&str>(&path, &[], &registry()).expect("a pipeline");
     assert_eq!(pipe.base, folder.path());
-    assert_eq!(pipe.plan().expect("a plan").context.base, folder.path());
+    assert_eq!(pipe.plan().expect("a plan").context().base, folder.path());
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use crate::kit::*;
 use verl_pipe::keys::*;
 use verl_pipe::pipe::stage_fn;
+use verl_pipe::plan::Plannable;
 use verl_pipe::plan::memory::{MemoryPlan, WorkMemory};
 use verl_pipe::stage::*;
 

@@ -11,6 +11,7 @@ use verl_pipe::diagnostic::{Diagnostic, Findings};
 use verl_pipe::keys::{PROMPTS, REWARDS};
 use verl_pipe::part::{Part, PartConfig, Slot};
 use verl_pipe::pipe::DataPipe;
+use verl_pipe::plan::Plannable;
 use verl_pipe::registry::Registry;
 use verl_pipe::schema::pipeline_schema;
 use verl_pipe::stage::*;

@@ -5,38 +5,35 @@ use verl_pipe::chain::IntoStage;
 use verl_pipe::field::{DType, Key, Ragged, Scalar};
 use verl_pipe::keys::*;
 use verl_pipe::pipe::{DataPipe, stage_fn};
-use verl_pipe::plan::Plan;
+use verl_pipe::plan::{Plan, Plannable};
 use verl_pipe::stage::*;
 
 fn names(plan: &Plan) -> Vec<&str> {
-    plan.stages
-        .iter()
-        .map(|stage| stage.name.as_str())
-        .collect()
+    plan.stages().iter().map(|stage| stage.name()).collect()
 }
 
 fn stage<'a>(plan: &'a Plan, name: &str) -> &'a verl_pipe::plan::PlannedStage {
-    plan.stages
+    plan.stages()
         .iter()
-        .find(|stage| stage.name == name)
+        .find(|stage| stage.name() == name)
         .expect("the stage")
 }
 
 #[test]
 fn the_plan_of_sixty_prompts_and_twelve_samples_is_printed() {
     let plan = grpo().plan().expect("a plan");
-    let batch = &plan.batch;
+    let batch = plan.batch();
     assert_eq!(
         (
             batch.rows,
             batch.rollout_shards,
             batch.rows_per_rollout_shard
         ),
-        (720, 3, 240)
+        (720, 1, 720)
     );
     assert_eq!(
         (batch.log_prob_micro_rows, batch.log_prob_micro_batches),
-        (8, 30)
+        (8, 90)
     );
     let text = plan.to_string();
     assert!(
@@ -50,7 +47,7 @@ fn the_plan_of_sixty_prompts_and_twelve_samples_is_printed() {
 #[test]
 fn the_grpo_plan_has_no_warnings() {
     let plan = grpo().plan().expect("a plan");
-    assert_eq!(plan.warnings, []);
+    assert_eq!(plan.warnings(), []);
 }
 
 #[test]
@@ -78,15 +75,15 @@ fn stages_are_ordered_by_keys_then_by_declaration() {
 fn rows_calls_and_waits() {
     let plan = grpo().plan().expect("a plan");
     let tables: Vec<(&str, usize, usize)> = plan
-        .tables
+        .tables()
         .iter()
         .map(|table| (table.rows.as_str(), table.num_rows, table.factor))
         .collect();
     assert_eq!(tables, [("P", 60, 1), ("P·n", 720, 12)]);
     let calls: Vec<(&str, usize)> = plan
-        .stages
+        .stages()
         .iter()
-        .map(|stage| (stage.name.as_str(), stage.slice_rows))
+        .map(|stage| (stage.name(), stage.slice_rows()))
         .collect();
     assert_eq!(
         calls,
@@ -103,11 +100,11 @@ fn rows_calls_and_waits() {
     );
     let update = stage(&plan, "update");
     // generate (1) and old_log_probs (3) read the actor; the observer does not run in the step.
-    assert_eq!(update.after, [1, 3]);
-    assert_eq!((update.table_in, update.table_out), (Some(1), None));
-    assert_eq!(stage(&plan, "evaluate").table_in, None);
+    assert_eq!(update.after(), [1, 3]);
+    assert_eq!((update.table_in(), update.table_out()), (Some(1), None));
+    assert_eq!(stage(&plan, "evaluate").table_in(), None);
     let prompts = update
-        .inputs
+        .inputs()
         .iter()
         .find(|edge| edge.key == "prompts")
         .expect("reads prompts");
@@ -144,8 +141,8 @@ fn a_reader_that_needs_the_update_runs_after_it() {
         .plan()
         .expect("a plan");
     assert_eq!(names(&plan), ["source", "before", "train", "after"]);
-    assert_eq!(stage(&plan, "train").after, [1]);
-    assert_eq!(stage(&plan, "after").after, [] as [usize; 0]);
+    assert_eq!(stage(&plan, "train").after(), [1]);
+    assert_eq!(stage(&plan, "after").after(), [] as [usize; 0]);
 }
 
 #[test]
@@ -163,8 +160,8 @@ fn lossless_conversions_and_renames_are_planned_and_printed() {
         .plan()
         .expect("a plan");
     let wide = stage(&plan, "wide");
-    assert_eq!(wide.inputs[0].convert, Some((DType::U32, DType::U64)));
-    assert_eq!(plan.fields["wide_returns"].dtype, DType::F32);
+    assert_eq!(wide.inputs()[0].convert, Some((DType::U32, DType::U64)));
+    assert_eq!(plan.fields()["wide_returns"].dtype, DType::F32);
     assert!(
         plan.to_string()
             .contains("from generate, converted u32 -> u64"),
@@ -188,12 +185,12 @@ fn a_key_of_a_prompt_is_repeated_if_declared() {
         .plan()
         .expect("a plan");
     let edge = stage(&plan, "scale")
-        .inputs
+        .inputs()
         .iter()
         .find(|edge| edge.key == "difficulties")
         .expect("the edge");
     assert!(edge.broadcast);
-    assert_eq!(stage(&plan, "scale").table_in, Some(1));
+    assert_eq!(stage(&plan, "scale").table_in(), Some(1));
     assert!(
         plan.to_string().contains("from rate, broadcast 12 times"),
         "{plan}"
@@ -213,15 +210,15 @@ fn waves_and_kept_groups_are_printed() {
         .plan()
         .expect("a plan");
     let tables: Vec<(&str, usize, usize)> = plan
-        .tables
+        .tables()
         .iter()
         .map(|table| (table.rows.as_str(), table.num_rows, table.waves))
         .collect();
     assert_eq!(tables, [("P", 60, 3), ("P·n", 720, 3), ("F(P·n)", 480, 1)]);
-    let batch = &plan.batch;
+    let batch = plan.batch();
     assert_eq!((batch.groups, batch.waves, batch.mini_batches), (40, 3, 2));
-    assert_eq!(plan.context.batch, plan.batch);
-    assert_eq!(stage(&plan, "update").slice_rows, 480);
+    assert_eq!(&plan.context().batch, plan.batch());
+    assert_eq!(stage(&plan, "update").slice_rows(), 480);
     let text = plan.to_string();
     assert!(
         text.lines().all(|line| line.chars().count() <= 100),
@@ -246,8 +243,8 @@ fn a_reader_of_filtered_rows_gets_filtered_rows_of_every_writer() {
         .add_stage("measure", stage_fn(measure, emit))
         .plan()
         .expect("a plan");
-    let table = stage(&plan, "use").table_in.expect("a table");
-    assert_eq!(plan.tables[table].rows, "F(P·n)");
+    let table = stage(&plan, "use").table_in().expect("a table");
+    assert_eq!(plan.tables()[table].rows, "F(P·n)");
     assert!(
         plan.to_string().contains("from measure, filtered from P·n"),
         "{plan}"
@@ -272,7 +269,7 @@ fn a_filter_creates_a_table_and_carries_earlier_keys() {
         .add_stage("use", stage_fn(use_kept, emit))
         .plan()
         .expect("a plan");
-    let table = &plan.tables[stage(&plan, "use").table_in.expect("a table")];
+    let table = &plan.tables()[stage(&plan, "use").table_in().expect("a table")];
     assert_eq!(
         (table.rows.as_str(), table.num_rows, table.filtered),
         ("F(P·n)", 720, true)

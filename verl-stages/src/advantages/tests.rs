@@ -1,11 +1,11 @@
 use std::collections::BTreeMap;
 
-use verl_pipe::batch::RowId;
+use verl_declare::registry::Registry;
 use verl_pipe::config::parse_pipeline;
-use verl_pipe::diagnostic::Findings;
-use verl_pipe::field::{Key, Ragged, Scalar};
-use verl_pipe::registry::Registry;
-use verl_pipe::stage::{CancelToken, Models, StageSink};
+use verl_words::batch::RowId;
+use verl_words::diagnostic::Findings;
+use verl_words::field::{Key, Ragged, Scalar};
+use verl_words::stage::{CancelToken, Models, StageSink};
 
 use super::*;
 use crate::estimators::{DrGrpo, Gae, Gdpo, GrpoTrl, Otb, ReMax, ReinforcePlusPlus, RlooTrl};

@@ -14,8 +14,8 @@ use schemars::{JsonSchema, Schema};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
-use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
+use verl_words::data::{DataError, DataLoaderInterface};
+use verl_words::stage::{BuildContext, ConfigError, DataConfig};
 
 /// Part of the questions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]

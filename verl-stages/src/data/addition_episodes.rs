@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 use verl_models::random::{DrawKey, Purpose, open_unit, shuffle};
-use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
+use verl_words::data::{DataError, DataLoaderInterface};
+use verl_words::stage::{BuildContext, ConfigError, DataConfig};
 
 use super::addition::{Addition, AdditionRows};
 
@@ -187,7 +187,7 @@ impl DataLoaderInterface for AdditionEpisodeRows {
 mod tests {
     use std::collections::{HashMap, HashSet};
 
-    use verl_pipe::conformance::check_data;
+    use verl_words::conformance::check_data;
 
     use super::*;
     use crate::data::addition::Split;

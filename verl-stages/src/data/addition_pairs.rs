@@ -10,8 +10,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
-use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
+use verl_words::data::{DataError, DataLoaderInterface};
+use verl_words::stage::{BuildContext, ConfigError, DataConfig};
 
 use super::addition::{Addition, AdditionRows};
 

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_pipe::data::{DataError, DataLoaderInterface, OpenedData};
-use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
+use verl_words::data::{DataError, DataLoaderInterface, OpenedData};
+use verl_words::stage::{BuildContext, ConfigError, DataConfig};
 
 use super::jsonl::JsonlRows;
 use super::parquet::ParquetRows;

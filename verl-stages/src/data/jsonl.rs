@@ -14,8 +14,8 @@ use schemars::JsonSchema;
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use verl_pipe::data::{DataError, DataLoaderInterface, OpenedData};
-use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
+use verl_words::data::{DataError, DataLoaderInterface, OpenedData};
+use verl_words::stage::{BuildContext, ConfigError, DataConfig};
 
 use super::json_numbers;
 use super::recognise::{json_fault, recognise};
@@ -93,12 +93,12 @@ impl JsonlRows {
                 rows => {
                     return Ok(OpenedData {
                         rows: Arc::new(rows?),
-                        is_whole: false,
+                        is_complete: false,
                     });
                 }
             }
         }
-        Ok(OpenedData::whole(Arc::new(JsonlRows::open(path)?)))
+        Ok(OpenedData::complete(Arc::new(JsonlRows::open(path)?)))
     }
 
     fn from_bytes(origin: String, bytes: Vec<u8>, extent: Extent) -> Result<JsonlRows, DataError> {

@@ -24,8 +24,8 @@ use std::path::{Path, PathBuf};
 
 use recognise::{UnusableFile, recognise};
 use sha2::{Digest, Sha256};
-use verl_pipe::data::DataError;
-use verl_pipe::stage::ConfigError;
+use verl_words::data::DataError;
+use verl_words::stage::ConfigError;
 
 /// Hash of `bytes`, in hexadecimal.
 fn sha256_hex(bytes: &[u8]) -> String {
@@ -173,8 +173,8 @@ fn past_the_end(origin: String, index: usize, len: usize) -> DataError {
 mod tests {
     use std::path::Path;
 
-    use verl_pipe::conformance::check_data;
-    use verl_pipe::stage::{BuildContext, DataConfig};
+    use verl_words::conformance::check_data;
+    use verl_words::stage::{BuildContext, DataConfig};
 
     use super::addition::{Addition, Split};
     use super::addition_pairs::AdditionPairs;

@@ -23,8 +23,8 @@ use arrow_array::ArrayRef;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use verl_pipe::data::{DataError, DataLoaderInterface, OpenedData};
-use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
+use verl_words::data::{DataError, DataLoaderInterface, OpenedData};
+use verl_words::stage::{BuildContext, ConfigError, DataConfig};
 
 use path::{ColumnPath, column_paths};
 use values::unsupported;
@@ -109,12 +109,12 @@ impl ParquetRows {
     pub fn open_start(path: &Path) -> Result<OpenedData, DataError> {
         let mut rows = ParquetRows::with_metadata(path, String::new())?;
         if rows.file.len() <= super::START_BYTES {
-            return Ok(OpenedData::whole(Arc::new(ParquetRows::open(path)?)));
+            return Ok(OpenedData::complete(Arc::new(ParquetRows::open(path)?)));
         }
         let all = rows.groups;
         rows.first_groups(START_ROWS);
         Ok(OpenedData {
-            is_whole: rows.groups == all,
+            is_complete: rows.groups == all,
             rows: Arc::new(rows),
         })
     }

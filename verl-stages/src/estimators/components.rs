@@ -16,8 +16,8 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::advantages as maths;
-use verl_pipe::part::PartConfig;
-use verl_pipe::stage::{BuildContext, ConfigError};
+use verl_declare::part::PartConfig;
+use verl_words::stage::{BuildContext, ConfigError};
 
 use super::{Components, Estimator};
 use crate::settings::settings;

@@ -1,5 +1,5 @@
-use verl_pipe::batch::RowId;
-use verl_pipe::schedule::batching::BatchPlan;
+use verl_words::batch::RowId;
+use verl_words::stage::BatchPlan;
 
 use super::*;
 use crate::sink::{RecordingSink, run};

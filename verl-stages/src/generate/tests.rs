@@ -1,9 +1,9 @@
 use std::collections::BTreeMap;
 
 use serde_json::Value;
-use verl_pipe::batch::RowId;
-use verl_pipe::keys::{BASELINE_RESPONSE_TEXTS, BASELINE_RESPONSES};
-use verl_pipe::stage::{DataConfig, Models, StartContext};
+use verl_words::batch::RowId;
+use verl_words::keys::{BASELINE_RESPONSE_TEXTS, BASELINE_RESPONSES};
+use verl_words::stage::{DataConfig, Models, StartContext};
 
 use super::*;
 use crate::baseline::Baseline;

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 
 use sha2::{Digest, Sha256};
 use verl_models::model::{ScoreRow, Scores};
-use verl_pipe::batch::RowId;
-use verl_pipe::stage::StageError;
+use verl_words::batch::RowId;
+use verl_words::stage::StageError;
 
 /// Log-probs by row of the data set and sample: 4 bytes per token, and at most one entry per row and sample.
 ///

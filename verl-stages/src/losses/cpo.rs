@@ -1,19 +1,18 @@
 //! Contrastive preference optimisation and SimPO: pairs without a reference.
 
-use verl_algos::AlgoError;
 use verl_algos::losses::{Cpo as Maths, CpoLoss, RowLoss};
-use verl_pipe::part::PartConfig;
-use verl_pipe::stage::{BuildContext, ConfigError};
+use verl_declare::part::PartConfig;
+use verl_words::stage::{BuildContext, ConfigError};
 
-use super::Loss;
 use super::judged::{of_pairs, pair_fault};
+use super::{CpoLossName, Loss};
 use crate::settings::{coefficient_fault, refusal, settings};
 
 settings! {
     /// CPO: the log-probs of a pair's answers are compared, and the chosen one is imitated; no reference.
     Cpo {
-        /// Loss of a pair: `sigmoid` (CPO), `hinge` (SLiC), `ipo` (means over tokens).
-        variant: String = "sigmoid".to_owned(),
+        /// Loss of a pair.
+        variant: CpoLossName = CpoLossName::Sigmoid,
         /// β: factor on the difference of log-probs.
         beta: f64 = 0.1,
         /// ε: assumed share of pairs with a wrong label; for `sigmoid`.
@@ -39,32 +38,16 @@ settings! {
     }
 }
 
-const VARIANTS: [(&str, CpoLoss); 3] = [
-    ("hinge", CpoLoss::Hinge),
-    ("ipo", CpoLoss::Ipo),
-    ("sigmoid", CpoLoss::Sigmoid),
-];
-
 impl PartConfig for Cpo {
     type Slot = Loss;
     const KIND: &'static str = "cpo";
     const SUMMARY: &'static str = "CPO on pairs: contrast and imitation, no reference";
 
     fn build(&self, context: &BuildContext) -> Result<Loss, Vec<ConfigError>> {
-        let variant = VARIANTS.iter().find(|(name, _)| *name == self.variant);
-        let Some((_, loss)) = variant else {
-            let error = AlgoError::UnknownName {
-                what: "variant of CPO",
-                name: self.variant.clone(),
-                known: VARIANTS.iter().map(|(name, _)| *name).collect(),
-            };
-            let pair = pair_fault(Self::KIND, context).into_iter();
-            return Err(pair.chain([refusal("variant", &error)]).collect());
-        };
         let maths = Maths {
             beta: self.beta,
             label_smoothing: self.label_smoothing,
-            ..Maths::new(*loss)
+            ..Maths::new(self.variant.into())
         };
         build(maths, self.nll_coef, Self::KIND, context)
     }
@@ -102,7 +85,7 @@ fn build(
         fault
     }));
     if faults.is_empty() {
-        Ok(of_pairs(maths.objective(nll_coef), Some(maths.name())))
+        Ok(of_pairs(maths.objective(nll_coef), Some(maths.id())))
     } else {
         Err(faults)
     }

@@ -4,24 +4,23 @@ use std::collections::BTreeMap;
 
 use verl_algos::losses::{Dpo as Maths, FDivergence, PreferenceLoss, RowLoss};
 use verl_algos::{AlgoError, losses::Objective};
-use verl_pipe::part::PartConfig;
-use verl_pipe::stage::{BuildContext, ConfigError};
+use verl_declare::part::PartConfig;
+use verl_words::stage::{BuildContext, ConfigError};
 
 use super::judged::{of_pairs, pair_fault};
 use super::loss_state::RunningMean;
-use super::{Loss, LossState};
+use super::{FDivergenceName, Loss, LossState, PreferenceLossName};
 use crate::settings::{refusal, settings};
 
 settings! {
     /// DPO and its relatives on pairs, with log-probs of a reference.
     Dpo {
-        /// Loss of a pair: `sigmoid` (DPO), `aot`, `aot_unpaired`, `apo_down`, `apo_zero`, `bco_pair`, `cdpo`,
-        /// `discopop`, `exo_pair`, `hinge` (SLiC), `ipo` (means over tokens),
-        /// `ipo_sum` (sums), `nca_pair`, `robust`, `sft`, `sigmoid_norm` (means over tokens), `sppo_hard`.
-        variant: String = "sigmoid".to_owned(),
+        /// Loss of a pair.
+        variant: PreferenceLossName = PreferenceLossName::Sigmoid,
         /// Weights of several variants by name, whose weighted sum replaces `variant`. MPO is
         /// `{ sigmoid = 0.8, bco_pair = 0.2, sft = 1.0 }`.
-        mixture: BTreeMap<String, f64> = BTreeMap::new(),
+        #[schemars(extend("propertyNames" = { "enum": PreferenceLossName::ALL }))]
+        mixture: BTreeMap<PreferenceLossName, f64> = BTreeMap::new(),
         /// β: strength of the penalty on departures from the reference.
         beta: f64 = 0.1,
         /// ε: assumed share of pairs with a wrong label, for `aot`, `aot_unpaired`, `cdpo`, `exo_pair` and `robust`;
@@ -29,9 +28,8 @@ settings! {
         label_smoothing: Option<f64> = None,
         /// τ of `discopop`; 0.05 when absent.
         discopop_tau: Option<f64> = None,
-        /// f-divergence that keeps the policy near the reference: `reverse_kl`, `forward_kl`, `js_divergence`,
-        /// `alpha_divergence`.
-        divergence: String = "reverse_kl".to_owned(),
+        /// f-divergence that keeps the policy near the reference.
+        divergence: FDivergenceName = FDivergenceName::ReverseKl,
         /// α of `alpha_divergence`.
         divergence_alpha: Option<f64> = None,
         /// LD-DPO: weight in [0, 1] of tokens beyond the length of the pair's shorter answer; 1 when absent.
@@ -47,23 +45,17 @@ settings! {
 
 impl Dpo {
     /// Names of the variants with their weights.
-    fn weights(&self) -> Vec<(f64, &str)> {
+    fn weights(&self) -> Vec<(f64, PreferenceLossName)> {
         if self.mixture.is_empty() {
-            return vec![(1.0, &self.variant)];
+            return vec![(1.0, self.variant)];
         }
         let each = self.mixture.iter();
-        each.map(|(name, weight)| (*weight, name.as_str()))
-            .collect()
+        each.map(|(name, weight)| (*weight, *name)).collect()
     }
 
     /// The variants with ε and τ as set; refuses an ε or τ that no variant uses.
     fn variants(&self) -> Result<Vec<(f64, PreferenceLoss)>, Vec<ConfigError>> {
         let mut faults = Vec::new();
-        let setting = if self.mixture.is_empty() {
-            "variant"
-        } else {
-            "mixture"
-        };
         if !self.mixture.is_empty() && self.variant != Dpo::default().variant {
             faults.push(ConfigError::new(
                 "variant",
@@ -80,15 +72,9 @@ impl Dpo {
         for (weight, name) in self.weights() {
             if !(weight > 0.0 && weight.is_finite()) {
                 let reason = format!("sets the weight of `{name}` to {weight}");
-                faults.push(ConfigError::new(setting, reason, "use a number above 0"));
+                faults.push(ConfigError::new("mixture", reason, "use a number above 0"));
             }
-            let mut variant = match PreferenceLoss::parse(name) {
-                Ok(variant) => variant,
-                Err(error) => {
-                    faults.push(refusal(setting, &error));
-                    continue;
-                }
-            };
+            let mut variant = PreferenceLoss::from(name);
             if let (PreferenceLoss::DiscoPop { tau }, Some(set)) = (&mut variant, self.discopop_tau)
             {
                 (*tau, has_tau) = (set, true);
@@ -110,7 +96,7 @@ impl Dpo {
                 .filter(|_| !smoothed)
                 .map(|error| refusal("label_smoothing", &error)),
         );
-        if self.discopop_tau.is_some() && !has_tau && !variants.is_empty() {
+        if self.discopop_tau.is_some() && !has_tau {
             faults.push(ConfigError::new(
                 "discopop_tau",
                 "is set, but `discopop` is not used",
@@ -155,7 +141,7 @@ impl PartConfig for Dpo {
     fn build(&self, context: &BuildContext) -> Result<Loss, Vec<ConfigError>> {
         let mut faults = Vec::from_iter(pair_fault(Self::KIND, context));
         let variants = self.variants().map_err(|own| faults.extend(own));
-        let divergence = FDivergence::parse(&self.divergence, self.divergence_alpha);
+        let divergence = FDivergence::named(self.divergence, self.divergence_alpha);
         let divergence = divergence.map_err(|error| {
             let mut fault = refusal("divergence", &error);
             if fault.setting == "alpha" {
@@ -185,7 +171,7 @@ impl PartConfig for Dpo {
         }
         let objective: Objective = maths(PreferenceLoss::Sigmoid).mixture(&variants);
         let own = match variants[..] {
-            [(_, loss)] => Some(maths(loss).name()),
+            [(_, loss)] => Some(maths(loss).id()),
             _ => None,
         };
         Ok(Loss {

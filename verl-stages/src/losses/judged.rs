@@ -1,7 +1,7 @@
 //! Shared by preference losses: their metrics, and the rows that they need.
 
-use verl_algos::losses::Objective;
-use verl_pipe::stage::{BuildContext, ConfigError, Metric, Shown};
+use verl_algos::losses::{MetricId, Objective};
+use verl_words::stage::{BuildContext, ConfigError, Metric, Shown};
 
 use super::Loss;
 use crate::settings::metrics;
@@ -13,23 +13,23 @@ metrics! {
     REWARDS_REJECTED: "preference/rewards_rejected", "nats", "mean implicit reward of rejected or undesirable answers";
     REWARD_MARGINS: "preference/reward_margins", "nats", "mean over pairs of the chosen minus the rejected answer's implicit reward";
     REWARD_ACCURACIES: "preference/reward_accuracies", "share", "share of pairs whose chosen answer has the larger implicit reward; a tie does not count";
-    LOG_PROBS_CHOSEN: "preference/log_probs_chosen", "nats", "mean log-prob of chosen or desirable answers, as the loss uses it: a sum or a mean over tokens";
-    LOG_PROBS_REJECTED: "preference/log_probs_rejected", "nats", "mean log-prob of rejected or undesirable answers, as the loss uses it";
-    KL: "preference/kl", "nats", "z₀ of KTO: the estimated KL of the policy to the reference, on answers to other prompts";
+    LOG_PROBS_CHOSEN: "preference/log_probs_chosen", "nats", "mean log-prob of chosen or desirable answers, as the loss uses it: a sum or a mean over tokens", ChosenLogProb;
+    LOG_PROBS_REJECTED: "preference/log_probs_rejected", "nats", "mean log-prob of rejected or undesirable answers, as the loss uses it", RejectedLogProb;
+    KL: "preference/kl", "nats", "z₀ of KTO: the estimated KL of the policy to the reference, on answers to other prompts", RewardBaseline;
     LOG_ODDS: "preference/log_odds", "nats", "mean log odds ratio of the chosen to the rejected answer";
 }
 
-/// Names in `verl_algos` and the metrics under which they are reported, for every preference loss.
-const REPORTED: [(&str, Metric); 9] = [
-    ("chosen_nll", CHOSEN_NLL),
-    ("rewards_chosen", REWARDS_CHOSEN),
-    ("rewards_rejected", REWARDS_REJECTED),
-    ("reward_margins", REWARD_MARGINS),
-    ("reward_accuracies", REWARD_ACCURACIES),
-    ("log_probs_chosen", LOG_PROBS_CHOSEN),
-    ("log_probs_rejected", LOG_PROBS_REJECTED),
-    ("kto_kl", KL),
-    ("log_odds", LOG_ODDS),
+/// What preference losses report, and the metrics as which it is recorded.
+const REPORTED: [(MetricId, Metric); 9] = [
+    (MetricId::CHOSEN_NLL, CHOSEN_NLL),
+    (MetricId::REWARDS_CHOSEN, REWARDS_CHOSEN),
+    (MetricId::REWARDS_REJECTED, REWARDS_REJECTED),
+    (MetricId::REWARD_MARGINS, REWARD_MARGINS),
+    (MetricId::REWARD_ACCURACIES, REWARD_ACCURACIES),
+    (MetricId::LOG_PROBS_CHOSEN, LOG_PROBS_CHOSEN),
+    (MetricId::LOG_PROBS_REJECTED, LOG_PROBS_REJECTED),
+    (MetricId::KTO_KL, KL),
+    (MetricId::LOG_ODDS, LOG_ODDS),
 ];
 
 /// The metrics that the console shows, if the loss reports them.
@@ -41,9 +41,9 @@ pub(super) const SHOWN: [Shown; 5] = [
     Shown::of(&KL, "z₀", Shown::DISTANCE),
 ];
 
-/// A preference loss whose own term is called `own`; the terms of a mixture are reported by their names.
-pub(super) fn judged(objective: Objective, own: Option<&'static str>) -> Loss {
-    let own = own.map(|name| (name, PREFERENCE_LOSS));
+/// A preference loss whose own term is `own`; the terms of a mixture are reported by their names.
+pub(super) fn judged(objective: Objective, own: Option<MetricId>) -> Loss {
+    let own = own.map(|id| (id, PREFERENCE_LOSS));
     Loss {
         metrics: own.into_iter().chain(REPORTED).collect(),
         ..Loss::new(objective)
@@ -51,7 +51,7 @@ pub(super) fn judged(objective: Objective, own: Option<&'static str>) -> Loss {
 }
 
 /// A preference loss on pairs: rows 2i and 2i + 1 are the chosen and the rejected answer.
-pub(super) fn of_pairs(objective: Objective, own: Option<&'static str>) -> Loss {
+pub(super) fn of_pairs(objective: Objective, own: Option<MetricId>) -> Loss {
     Loss {
         of_pairs: true,
         ..judged(objective, own)

@@ -4,8 +4,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::Aggregation;
 use verl_algos::losses::{Kto as Maths, KtoBaseline, Objective, RowLoss};
-use verl_pipe::part::PartConfig;
-use verl_pipe::stage::{BuildContext, ConfigError};
+use verl_declare::part::PartConfig;
+use verl_words::stage::{BuildContext, ConfigError};
 
 use super::Loss;
 use super::judged::judged;
@@ -74,7 +74,7 @@ impl PartConfig for Kto {
         let objective = Objective::new(Aggregation::default()).with_rows(1.0, maths);
         Ok(Loss {
             reference: compares.then(|| self.reference.clone()),
-            ..judged(objective, Some(maths.name()))
+            ..judged(objective, Some(maths.id()))
         })
     }
 }

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use verl_algos::AlgoError;
 use verl_algos::entropy_control::EntropyController;
 use verl_algos::kl_control::KlController;
-use verl_algos::losses::{MetricSum, Objective};
+use verl_algos::losses::{MetricId, MetricSum, Objective};
 
 /// State of a loss; empty for most losses.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -45,10 +45,10 @@ impl LossState {
     /// Sets the coefficients of `objective` for the next optimiser step.
     pub fn steer(&self, objective: &mut Objective) {
         if let Some(kl) = &self.kl {
-            objective.set_coef("kl_loss", kl.coef());
+            objective.set_coef(MetricId::KL_LOSS, kl.coef());
         }
         if let Some(entropy) = &self.entropy {
-            objective.set_coef("entropy_loss", -entropy.coef());
+            objective.set_coef(MetricId::ENTROPY_LOSS, -entropy.coef());
         }
     }
 
@@ -57,17 +57,17 @@ impl LossState {
     /// # Errors
     /// An entropy that is not finite.
     pub fn note(&mut self, metrics: &[MetricSum], rows: usize) -> Result<(), AlgoError> {
-        let value = |name: &str| {
-            let found = metrics.iter().find(|metric| metric.name == name);
-            found.map(MetricSum::value)
-        };
-        if let (Some(_), Some(kl)) = (&self.kl, value("ref_kl")) {
+        let value = |id| MetricSum::find(metrics, id);
+        if let (Some(_), Some(kl)) = (&self.kl, value(MetricId::REF_KL)) {
             self.kls = (self.kls.0 + kl, self.kls.1 + 1);
         }
-        if let (Some(controller), Some(entropy)) = (&mut self.entropy, value("entropy")) {
+        if let (Some(controller), Some(entropy)) = (&mut self.entropy, value(MetricId::ENTROPY)) {
             controller.update(entropy)?;
         }
-        let rewards = (value("rewards_chosen"), value("rewards_rejected"));
+        let rewards = (
+            value(MetricId::REWARDS_CHOSEN),
+            value(MetricId::REWARDS_REJECTED),
+        );
         if let (Some(mean), (Some(chosen), Some(rejected))) = (&mut self.reward_shift, rewards)
             && (chosen + rejected).is_finite()
         {
@@ -96,9 +96,9 @@ mod tests {
     use verl_algos::entropy_control::EntropySteering;
     use verl_algos::losses::{EntropyBonus, KlLoss, Share};
 
-    fn reported(name: &'static str, number: f64) -> MetricSum {
+    fn reported(id: MetricId, number: f64) -> MetricSum {
         MetricSum {
-            name,
+            id,
             number,
             share: Share::Mean { count: 1 },
         }
@@ -121,16 +121,15 @@ mod tests {
             .with(-0.5, EntropyBonus);
         let coefs = |state: &LossState, objective: &mut Objective| {
             state.steer(objective);
-            let text = format!("{objective:?}");
-            let numbers = text.split("coef: ").skip(1);
-            numbers
-                .filter_map(|rest| rest.split(',').next()?.trim().parse().ok())
-                .collect::<Vec<f64>>()
+            [MetricId::KL_LOSS, MetricId::ENTROPY_LOSS].map(|id| objective.coef(id).unwrap())
         };
         assert_eq!(coefs(&state, &mut objective), [0.5, -0.5]);
         // The entropy is low: its coefficient rises after each optimiser step, that of the KL only after the step.
         for kl in [0.3, 0.1] {
-            let metrics = [reported("ref_kl", kl), reported("entropy", 0.1)];
+            let metrics = [
+                reported(MetricId::REF_KL, kl),
+                reported(MetricId::ENTROPY, 0.1),
+            ];
             state.note(&metrics, 8).unwrap();
         }
         assert_eq!(coefs(&state, &mut objective), [0.5, -1.0]);
@@ -140,7 +139,11 @@ mod tests {
         // Nothing was measured, so nothing changes.
         state.end_step(10).unwrap();
         assert_eq!(coefs(&state, &mut objective), [kl, -1.0]);
-        assert!(state.note(&[reported("entropy", f64::NAN)], 8).is_err());
+        assert!(
+            state
+                .note(&[reported(MetricId::ENTROPY, f64::NAN)], 8)
+                .is_err()
+        );
     }
 
     #[test]
@@ -151,8 +154,8 @@ mod tests {
         };
         let rewards = |chosen, rejected| {
             [
-                reported("rewards_chosen", chosen),
-                reported("rewards_rejected", rejected),
+                reported(MetricId::REWARDS_CHOSEN, chosen),
+                reported(MetricId::REWARDS_REJECTED, rejected),
             ]
         };
         state.note(&rewards(3.0, 1.0), 2).unwrap();

@@ -10,8 +10,9 @@
 //! | `kto` | answers that are good or bad, with a reference | [`kto`] |
 //!
 //! A policy loss is a [`PolicyLoss`], which is trained with as a [`PolicyObjective`]; any other loss is a
-//! [`PartConfig`](verl_pipe::part::PartConfig) that builds a [`Loss`].
+//! [`PartConfig`](verl_declare::part::PartConfig) that builds a [`Loss`].
 
+pub mod clip_bounds;
 pub mod cpo;
 pub mod dpo;
 mod judged;
@@ -24,13 +25,14 @@ pub mod policy;
 pub mod policy_losses;
 pub mod sft;
 
-use verl_algos::losses::{LossInput, Objective};
-use verl_algos::{Aggregation, AlgoError};
-use verl_pipe::field::{Key, Ragged};
-use verl_pipe::keys::RESPONSES;
-use verl_pipe::part::Slot;
-use verl_pipe::stage::{ConfigError, Metric, Shown};
+use verl_algos::Aggregation;
+use verl_algos::losses::{LossInput, MetricId, Objective};
+use verl_declare::part::Slot;
+use verl_words::field::{Key, Ragged};
+use verl_words::keys::RESPONSES;
+use verl_words::stage::{ConfigError, Metric, Shown};
 
+pub use clip_bounds::ClipBounds;
 pub use cpo::{Cpo, SimPo};
 pub use dpo::Dpo;
 pub use kto::Kto;
@@ -39,6 +41,9 @@ pub use orpo::Orpo;
 pub use policy::{PolicyLoss, PolicyObjective};
 pub use policy_losses::*;
 pub use sft::Sft;
+pub use verl_algos::AggregationName;
+pub use verl_algos::kl::KlEstimatorName;
+pub use verl_algos::losses::{CpoLossName, FDivergenceName, PreferenceLossName};
 
 use crate::settings::refusal;
 
@@ -63,8 +68,8 @@ pub struct Loss {
     pub state: LossState,
     /// Whether it reads log Σ π² of the policy at the start of an optimiser step.
     pub reads_sum_pi_squared: bool,
-    /// Names in `verl_algos` and the metrics under which they are reported; other names are reported as `actor/<name>`.
-    pub metrics: Vec<(&'static str, Metric)>,
+    /// What the objective reports, and the metrics as which it is recorded; other numbers are recorded as `actor/<name>`.
+    pub metrics: Vec<(MetricId, Metric)>,
 }
 
 impl Slot for Loss {
@@ -114,8 +119,10 @@ impl Loss {
 /// Aggregation of token losses by name.
 ///
 /// # Errors
-/// An unknown name; a scale factor that is missing or not positive.
-pub(crate) fn aggregation(name: &str, scale: Option<f64>) -> Result<Aggregation, ConfigError> {
-    let refused = |error: AlgoError| refusal("aggregation", &error);
-    Aggregation::parse(name, scale).map_err(refused)
+/// A scale factor that is missing or not positive.
+pub(crate) fn aggregation(
+    name: AggregationName,
+    scale: Option<f64>,
+) -> Result<Aggregation, ConfigError> {
+    Aggregation::named(name, scale).map_err(|error| refusal("aggregation", &error))
 }

@@ -1,8 +1,8 @@
 //! Odds-ratio preference optimisation: supervised training with a preference term.
 
 use verl_algos::losses::{OrpoOdds, RowLoss, orpo};
-use verl_pipe::part::PartConfig;
-use verl_pipe::stage::{BuildContext, ConfigError};
+use verl_declare::part::PartConfig;
+use verl_words::stage::{BuildContext, ConfigError};
 
 use super::Loss;
 use super::judged::{of_pairs, pair_fault};
@@ -26,7 +26,7 @@ impl PartConfig for Orpo {
         let mut faults = Vec::from_iter(pair_fault(Self::KIND, context));
         faults.extend(odds.check().err().map(|error| refusal("beta", &error)));
         if faults.is_empty() {
-            Ok(of_pairs(orpo(self.beta), Some(odds.name())))
+            Ok(of_pairs(orpo(self.beta), Some(odds.id())))
         } else {
             Err(faults)
         }

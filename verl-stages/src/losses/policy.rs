@@ -5,26 +5,27 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use verl_algos::kl::KlEstimator;
 use verl_algos::losses::{
-    EntropyBonus, ImportanceKlLoss, KlLoss, Objective, OffPolicyRows, TokenFilter, TokenLoss,
-    TopEntropyBonus, TopEntropyTokens,
+    EntropyBonus, ImportanceKlLoss, KlLoss, MetricId, Objective, OffPolicyRows, TokenFilter,
+    TokenLoss, TopEntropyBonus, TopEntropyTokens,
 };
-use verl_pipe::part::PartConfig;
-use verl_pipe::stage::{BuildContext, ConfigError, Metric, Shown};
+use verl_declare::part::PartConfig;
+use verl_words::stage::{BuildContext, ConfigError, Metric, Shown};
 
-use super::{Level, Loss, LossState, aggregation};
+use super::clip_bounds::ClipBounds;
+use super::{AggregationName, KlEstimatorName, Level, Loss, LossState, aggregation};
 use crate::settings::{coefficient_fault, metrics, refusal};
 use crate::steering::{Control, EntropyControl, KlControl};
 
 metrics! {
     PG_LOSS: "actor/pg_loss", "", "policy term of the loss";
-    CLIPPED: "actor/pg_clipfrac", "share", "share of tokens whose ratio is clipped";
+    CLIPPED: "actor/pg_clipfrac", "share", "share of tokens whose ratio is clipped", ClippedShare;
     CLIPPED_LOWER: "actor/pg_clipfrac_lower", "share", "share of tokens where the dual clip applies";
-    PPO_KL: "actor/ppo_kl", "nats", "mean of old minus current log-probs over the updates of the step";
+    PPO_KL: "actor/ppo_kl", "nats", "mean of old minus current log-probs over the updates of the step", UpdateKl;
     KL_LOSS: "actor/kl_loss", "nats", "KL term of the loss, aggregated, before its coefficient";
-    KL: "actor/kl", "nats", "mean over tokens of the estimated KL to the reference";
+    KL: "actor/kl", "nats", "mean over tokens of the estimated KL to the reference", ReferenceKl;
     ENTROPY_LOSS: "actor/entropy_loss", "nats", "entropy term of the loss, aggregated, before its coefficient";
     TOP_ENTROPY_LOSS: "actor/top_entropy_loss", "nats", "mean entropy of the tokens that `top_entropy_tokens` keeps, before its coefficient";
-    ENTROPY: "actor/entropy_now", "nats", "mean entropy of the policy over tokens during the update";
+    ENTROPY: "actor/entropy_now", "nats", "mean entropy of the policy over tokens during the update", Entropy;
 }
 
 /// The metrics that the console shows.
@@ -34,16 +35,19 @@ pub(super) const SHOWN: [Shown; 3] = [
     Shown::of(&CLIPPED, "clip", Shown::DISTANCE + 1).narrow(),
 ];
 
-/// Names in `verl_algos` and the metrics under which they are reported: of every policy loss, and of each additional
+/// What an objective reports, and the metrics as which it is recorded: of every policy loss, and of each additional
 /// term that the objective has.
-const OF_POLICY: [(&str, Metric); 3] = [
-    ("pg_clipfrac", CLIPPED),
-    ("pg_clipfrac_lower", CLIPPED_LOWER),
-    ("ppo_kl", PPO_KL),
+const OF_POLICY: [(MetricId, Metric); 3] = [
+    (MetricId::PG_CLIPFRAC, CLIPPED),
+    (MetricId::PG_CLIPFRAC_LOWER, CLIPPED_LOWER),
+    (MetricId::PPO_KL, PPO_KL),
 ];
-const OF_KL: [(&str, Metric); 2] = [("kl_loss", KL_LOSS), ("ref_kl", KL)];
-const OF_ENTROPY: [(&str, Metric); 2] = [("entropy_loss", ENTROPY_LOSS), ("entropy", ENTROPY)];
-const OF_TOP_ENTROPY: [(&str, Metric); 1] = [("top_entropy_loss", TOP_ENTROPY_LOSS)];
+const OF_KL: [(MetricId, Metric); 2] = [(MetricId::KL_LOSS, KL_LOSS), (MetricId::REF_KL, KL)];
+const OF_ENTROPY: [(MetricId, Metric); 2] = [
+    (MetricId::ENTROPY_LOSS, ENTROPY_LOSS),
+    (MetricId::ENTROPY, ENTROPY),
+];
+const OF_TOP_ENTROPY: [(MetricId, Metric); 1] = [(MetricId::TOP_ENTROPY_LOSS, TOP_ENTROPY_LOSS)];
 
 /// The settings of a policy loss on advantages, without the terms that all policy losses share.
 ///
@@ -60,10 +64,15 @@ pub trait PolicyLoss:
     /// One line for lists.
     const SUMMARY: &'static str;
     /// Default aggregation of its token losses.
-    const AGGREGATION: &'static str = "token-mean";
+    const AGGREGATION: AggregationName = AggregationName::TokenMean;
 
     /// The loss of a token.
     fn token_loss(&self) -> Box<dyn TokenLoss>;
+
+    /// The bounds of its clip, whose order is checked; by default it has none.
+    fn clip_bounds(&self) -> Option<ClipBounds> {
+        None
+    }
 }
 
 /// Agg(policy loss) + β·Agg(KL to the reference) − c·Agg(entropy): what a [`PolicyLoss`] is trained with.
@@ -90,17 +99,16 @@ pub struct PolicyObjective<L: PolicyLoss> {
     /// The policy loss.
     #[serde(flatten)]
     pub policy: L,
-    /// How token losses become one number: `token-mean` (DAPO), `seq-mean-token-mean` (the first GRPO, GSPO),
-    /// `seq-mean-token-sum`, `seq-mean-token-sum-norm` (Dr. GRPO), `token-sum`.
-    pub aggregation: String,
+    /// How token losses become one number.
+    pub aggregation: AggregationName,
     /// Divisor of `seq-mean-token-sum-norm`: the longest response in tokens.
     pub loss_scale_factor: Option<f64>,
     /// β: coefficient of the KL to the reference; 0 needs no reference.
     pub kl_coef: f64,
     /// Whether β is fixed or follows the KL of each step: `{ kind = "adaptive", target = 0.1, horizon = 10000 }`.
     pub kl_control: KlControl,
-    /// Estimator of that KL: `k1`, `k2`, `k3`, `abs`, with `+` for the gradient of k2.
-    pub kl_estimator: String,
+    /// Estimator of that KL; a `+` takes the gradient of `k2`.
+    pub kl_estimator: KlEstimatorName,
     /// Weights the KL of each token by the ratio of the policy to the old one, over `token`, `sequence` or
     /// `sequence_product`, which is unbiased if an older policy sampled. Not weighted when absent.
     pub kl_importance: Option<Level>,
@@ -122,11 +130,11 @@ impl<L: PolicyLoss> Default for PolicyObjective<L> {
     fn default() -> Self {
         PolicyObjective {
             policy: L::default(),
-            aggregation: L::AGGREGATION.to_owned(),
+            aggregation: L::AGGREGATION,
             loss_scale_factor: None,
             kl_coef: 0.0,
             kl_control: KlControl::default(),
-            kl_estimator: "k3".to_owned(),
+            kl_estimator: KlEstimatorName::K3,
             kl_importance: None,
             entropy_coef: 0.0,
             entropy_control: None,
@@ -211,19 +219,20 @@ impl<L: PolicyLoss> PartConfig for PolicyObjective<L> {
         let policy = self.policy.token_loss();
         match policy.check() {
             Err(error) => faults.push(refusal(L::KIND, &error)),
-            Ok(()) => faults.extend(clip_faults(&self.policy)),
+            Ok(()) => {
+                let bounds = self.policy.clip_bounds();
+                faults.extend(bounds.into_iter().flat_map(ClipBounds::faults));
+            }
         }
         faults.extend(self.faults());
         let filters = self.filters(&mut faults);
-        let estimator = KlEstimator::parse(&self.kl_estimator)
-            .map_err(|error| faults.push(refusal("kl_estimator", &error)));
-        let aggregation = aggregation(&self.aggregation, self.loss_scale_factor)
+        let estimator = KlEstimator::from(self.kl_estimator);
+        let aggregation = aggregation(self.aggregation, self.loss_scale_factor)
             .map_err(|error| faults.push(error));
-        let (Ok(estimator), Ok(aggregation), true) = (estimator, aggregation, faults.is_empty())
-        else {
+        let (Ok(aggregation), true) = (aggregation, faults.is_empty()) else {
             return Err(faults);
         };
-        let mut metrics = vec![(policy.name(), PG_LOSS)];
+        let mut metrics = vec![(policy.id(), PG_LOSS)];
         metrics.extend(OF_POLICY);
         let mut objective = Objective::new(aggregation).with_boxed_filters(1.0, policy, filters);
         if self.kl_coef != 0.0 {
@@ -253,41 +262,6 @@ impl<L: PolicyLoss> PartConfig for PolicyObjective<L> {
             ..Loss::new(objective)
         })
     }
-}
-
-/// Refuses clip bounds that are out of order, in any loss that has them: `clip_low` above `clip_high`, and a cap of the
-/// ratio (`dual_clip`, `delta`) inside the clip range, where only the cap would ever apply.
-///
-/// The maths accepts such bounds; in a pipeline they are a mistake.
-fn clip_faults<L: PolicyLoss>(policy: &L) -> Vec<ConfigError> {
-    let settings = serde_json::to_value(policy).unwrap_or_default();
-    let number = |name: &str| settings.get(name).and_then(serde_json::Value::as_f64);
-    let mut faults = Vec::new();
-    let Some(high) = number("clip_high") else {
-        return faults;
-    };
-    if let Some(low) = number("clip_low").filter(|low| *low > high) {
-        faults.push(ConfigError::new(
-            "clip_low",
-            format!("is {low}, above clip_high = {high}: the bounds are out of order"),
-            "set `clip_low` to `clip_high` or less: a clip leaves at least as much room upwards as downwards",
-        ));
-    }
-    for name in ["dual_clip", "delta"] {
-        // 0 means no cap.
-        let cap = number(name).filter(|cap| *cap != 0.0 && *cap <= 1.0 + high);
-        faults.extend(cap.map(|cap| {
-            ConfigError::new(
-                name,
-                format!(
-                    "is {cap}, inside the clip range, which ends at 1 + clip_high = {}",
-                    1.0 + high
-                ),
-                "raise it above that, or lower `clip_high`",
-            )
-        }));
-    }
-    faults
 }
 
 #[cfg(test)]
@@ -321,8 +295,7 @@ mod tests {
         let all = PolicyObjective {
             policy: policy(-1.0, 0.2, 3.0),
             kl_coef: -0.1,
-            kl_estimator: "k4".to_owned(),
-            aggregation: "tokenmean".to_owned(),
+            aggregation: AggregationName::SeqMeanTokenSumNorm,
             ..PolicyObjective::default()
         };
         check_refused(
@@ -330,8 +303,7 @@ mod tests {
             &[
                 ("clip_low", "is -1, but it must lie in [0, 1]"),
                 ("kl_coef", "is -0.1"),
-                ("kl_estimator", "`k4`, which is not a known KL estimator"),
-                ("aggregation", "did you mean `token-mean`?"),
+                ("loss_scale_factor", "is not set"),
             ],
         );
         for (policy, setting) in [
@@ -410,47 +382,9 @@ mod tests {
     }
 
     #[test]
-    fn bounds_of_a_clip_are_in_order() {
-        use crate::losses::{Cispo, DppoKl, DppoTv, Gmpo, TrlGrpo, TrlGspo, TrlRloo};
-        #[track_caller]
-        fn refused_settings<L: PolicyLoss>(settings: serde_json::Value) -> Vec<String> {
-            let policy: L = serde_json::from_value(settings).unwrap();
-            let loss = PolicyObjective {
-                policy,
-                ..PolicyObjective::default()
-            };
-            let faults = build(loss).err().unwrap_or_default();
-            faults.into_iter().map(|fault| fault.setting).collect()
-        }
-        use serde_json::json;
-        let swapped = || json!({ "clip_low": 0.9, "clip_high": 0.1 });
-        assert_eq!(refused_settings::<Grpo>(swapped()), ["clip_low"]);
-        assert_eq!(refused_settings::<Gspo>(swapped()), ["clip_low"]);
-        assert_eq!(refused_settings::<Cispo>(swapped()), ["clip_low"]);
-        assert_eq!(refused_settings::<DppoKl>(swapped()), ["clip_low"]);
-        assert_eq!(refused_settings::<DppoTv>(swapped()), ["clip_low"]);
-        assert_eq!(refused_settings::<Gmpo>(swapped()), ["clip_low"]);
-        assert_eq!(refused_settings::<TrlGspo>(swapped()), ["clip_low"]);
-        assert_eq!(refused_settings::<TrlRloo>(swapped()), ["clip_low"]);
-        let none: [&str; 0] = [];
-        let cap = |cap| json!({ "clip_high": 0.28, "dual_clip": cap });
-        assert_eq!(refused_settings::<Grpo>(cap(1.1)), ["dual_clip"]);
-        assert_eq!(refused_settings::<Grpo>(cap(1.28)), ["dual_clip"]);
-        assert_eq!(refused_settings::<Grpo>(cap(1.3)), none);
-        assert_eq!(refused_settings::<Grpo>(cap(0.0)), none);
-        let cap = |cap| json!({ "clip_high": 0.28, "delta": cap });
-        assert_eq!(refused_settings::<TrlGrpo>(cap(1.1)), ["delta"]);
-        assert_eq!(refused_settings::<TrlGrpo>(cap(4.0)), none);
-        assert_eq!(
-            refused_settings::<TrlGrpo>(json!({ "clip_high": 0.28 })),
-            none
-        );
-    }
-
-    #[test]
     fn dr_grpo_needs_its_divisor() {
         let mut loss = PolicyObjective::<Grpo> {
-            aggregation: "seq-mean-token-sum-norm".to_owned(),
+            aggregation: AggregationName::SeqMeanTokenSumNorm,
             ..PolicyObjective::default()
         };
         check_refused(
@@ -511,11 +445,14 @@ mod tests {
 
     #[test]
     fn a_loss_may_have_its_own_default_aggregation() {
-        let of = |text: &str| -> String {
+        let of = |text: &str| -> AggregationName {
             let loss: PolicyObjective<Gspo> = serde_json::from_str(text).unwrap();
             loss.aggregation
         };
-        assert_eq!(of("{\"clip_low\": 0.1}"), "seq-mean-token-mean");
-        assert_eq!(of("{\"aggregation\": \"token-sum\"}"), "token-sum");
+        assert_eq!(of("{\"clip_low\": 0.1}"), AggregationName::SeqMeanTokenMean);
+        assert_eq!(
+            of("{\"aggregation\": \"token-sum\"}"),
+            AggregationName::TokenSum
+        );
     }
 }

@@ -1,11 +1,11 @@
 //! Supervised fine-tuning: imitate the targets.
 
-use verl_algos::losses::{Objective, SftLoss};
-use verl_pipe::keys::TARGETS;
-use verl_pipe::part::PartConfig;
-use verl_pipe::stage::{BuildContext, ConfigError};
+use verl_algos::losses::{MetricId, Objective, SftLoss};
+use verl_declare::part::PartConfig;
+use verl_words::keys::TARGETS;
+use verl_words::stage::{BuildContext, ConfigError};
 
-use super::{Loss, aggregation};
+use super::{AggregationName, Loss, aggregation};
 use crate::settings::{metrics, settings};
 
 metrics! {
@@ -15,8 +15,8 @@ metrics! {
 settings! {
     /// Negative log-likelihood of target tokens.
     Sft {
-        /// How token losses become one number: `token-mean`, `seq-mean-token-mean`, …
-        aggregation: String = "token-mean".to_owned(),
+        /// How token losses become one number.
+        aggregation: AggregationName = AggregationName::TokenMean,
         /// Divisor of `seq-mean-token-sum-norm`: the longest target in tokens.
         loss_scale_factor: Option<f64> = None,
     }
@@ -28,11 +28,11 @@ impl PartConfig for Sft {
     const SUMMARY: &'static str = "negative log-likelihood of target tokens";
 
     fn build(&self, _context: &BuildContext) -> Result<Loss, Vec<ConfigError>> {
-        let aggregation = aggregation(&self.aggregation, self.loss_scale_factor);
+        let aggregation = aggregation(self.aggregation, self.loss_scale_factor);
         let objective = Objective::new(aggregation.map_err(|error| vec![error])?);
         Ok(Loss {
             tokens: TARGETS,
-            metrics: vec![("sft_loss", SFT_LOSS)],
+            metrics: vec![(MetricId::SFT_LOSS, SFT_LOSS)],
             ..Loss::new(objective.with(1.0, SftLoss))
         })
     }

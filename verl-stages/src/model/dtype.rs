@@ -3,8 +3,8 @@
 use burn::tensor::DType;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_models::device::has_bf16;
-use verl_pipe::stage::ConfigError;
+use verl_models::device::DeviceKind;
+use verl_words::stage::ConfigError;
 
 /// Type of the weights on the device, and of the matrix products.
 ///
@@ -29,11 +29,12 @@ impl WeightsDType {
     /// # Errors
     /// bf16 on a device that does not support it.
     pub(crate) fn on(self, device: &str) -> Result<DType, ConfigError> {
+        let has_bf16 = DeviceKind::named(device).is_some_and(DeviceKind::bf16);
         match self {
             WeightsDType::F32 => Ok(DType::F32),
-            WeightsDType::Auto if has_bf16(device) => Ok(DType::BF16),
+            WeightsDType::Auto if has_bf16 => Ok(DType::BF16),
             WeightsDType::Auto => Ok(DType::F32),
-            WeightsDType::Bf16 if has_bf16(device) => Ok(DType::BF16),
+            WeightsDType::Bf16 if has_bf16 => Ok(DType::BF16),
             WeightsDType::Bf16 => Err(ConfigError::new(
                 "dtype",
                 "is `bf16`, but the model is on the CPU, whose kernels only support f32",

@@ -8,14 +8,14 @@ use serde::{Deserialize, Serialize};
 use verl_models::hf::Origin;
 use verl_models::ilql::{IlqlDecoder, IlqlHeads, IlqlPolicy, Q_HEADS};
 use verl_models::optim::OptimizerConfig;
-use verl_pipe::resource::{
-    CpuKernels, DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
+use verl_words::resource::{CpuKernels, ModelInfo, ModelResource, ResourceError, TokenTexts};
+use verl_words::stage::{
+    BuildContext, ConfigError, DeviceSupport, ModelConfig, ModelFactory, Training,
 };
-use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig, Training};
 
 use super::{
-    CausalLm, Init, PolicyResource, SaveAs, WeightsDType, check_device, decoder_kernels, failed,
-    load_texts, optimizer_of, shortage, training,
+    BurnDevices, CausalLm, Init, PolicyResource, SaveAs, WeightsDType, decoder_kernels, failed,
+    load_texts, optimizer_of, training,
 };
 
 /// Settings of model kind `ilql_lm`: those of `causal_lm` except `dtype` and `recompute`, and the weight of the heads
@@ -65,7 +65,9 @@ impl ModelConfig for IlqlLm {
     const KIND: &'static str = "ilql_lm";
     const SUMMARY: &'static str =
         "a decoder of a Hugging Face folder with the value heads of implicit language Q-learning";
+}
 
+impl ModelFactory for IlqlLm {
     fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         let mut info = self.plain().describe(context)?;
         if !(self.beta >= 0.0 && self.beta.is_finite()) {
@@ -109,16 +111,8 @@ impl ModelConfig for IlqlLm {
         }))
     }
 
-    fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
-        check_device(device)
-    }
-
-    fn device_memory(&self, device: &str) -> Option<u64> {
-        verl_models::device::memory(device)
-    }
-
-    fn shortage(&self, message: &str) -> Option<Shortage> {
-        shortage(message)
+    fn devices(&self) -> &dyn DeviceSupport {
+        &BurnDevices
     }
 
     fn token_texts(&self, context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {

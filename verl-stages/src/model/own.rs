@@ -9,14 +9,13 @@ use verl_models::model::{ModelInterface, PolicyModel, ValueInterface, ValueModel
 use verl_models::optim::OptimizerConfig;
 use verl_models::policy::Policy;
 use verl_models::tokenizer::Tokenizer;
-use verl_pipe::pipe::ModelFactory;
-use verl_pipe::resource::{DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage};
-use verl_pipe::stage::{BuildContext, ConfigError, Training};
+use verl_words::resource::{ModelInfo, ModelResource, ResourceError};
+use verl_words::stage::{BuildContext, ConfigError, DeviceSupport, ModelFactory, Training};
 
 use super::texts::template_of;
 use super::{
-    POLICY, PolicyResource, TextTools, VALUE_MODEL, ValueResource, check_device, check_optimizer,
-    describe_texts, failed, optimizer_of, shortage, training,
+    BurnDevices, POLICY, PolicyResource, TextTools, VALUE_MODEL, ValueResource, check_optimizer,
+    describe_texts, failed, optimizer_of, training,
 };
 
 /// A model of either kind.
@@ -39,7 +38,7 @@ type BuildModel = dyn Fn(&Device, u64, Option<OptimizerConfig>) -> Result<BuiltM
     + Sync;
 
 /// A custom model, created by [`policy_model`] or [`value_model`] and passed to
-/// [`DataPipe::model_object`](verl_pipe::pipe::DataPipe::model_object).
+/// [`DataPipe::model_object`](verl_declare::pipe::DataPipe::model_object).
 pub struct CustomModel {
     make: Box<BuildModel>,
     role: &'static str,
@@ -190,16 +189,8 @@ impl ModelFactory for CustomModel {
         Some(training(own, optimizer_steps, |_| ()))
     }
 
-    fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
-        check_device(device)
-    }
-
-    fn device_memory(&self, device: &str) -> Option<u64> {
-        verl_models::device::memory(device)
-    }
-
-    fn shortage(&self, message: &str) -> Option<Shortage> {
-        shortage(message)
+    fn devices(&self) -> &dyn DeviceSupport {
+        &BurnDevices
     }
 
     fn load(

@@ -7,8 +7,8 @@ use serde_json::{Map, Value};
 use verl_models::DecoderConfig;
 use verl_models::chat_template::ChatTemplate;
 use verl_models::tokenizer::{Tokenizer, TokenizerError};
-use verl_pipe::resource::{ModelInfo, ResourceError, Texts, TokenTexts, Vocabulary};
-use verl_pipe::stage::{BuildContext, ConfigError, Models, StageError, find_model};
+use verl_words::resource::{ModelInfo, ResourceError, Texts, TokenTexts, Vocabulary};
+use verl_words::stage::{BuildContext, ConfigError, Models, StageError, find_model};
 
 use super::words::TokenDecoder;
 use super::{PolicyResource, ValueResource, failed};
@@ -162,7 +162,7 @@ pub(super) fn describe_texts(
     }
     info.vocabulary = Some(Vocabulary::new(tokenizer.tokens()));
     info.num_ids = rows.unwrap_or(0);
-    info.doubts
+    info.warnings
         .extend(rows.and_then(|rows| end_warning(dir, &tokenizer, rows)));
     let (template, no_template) = template_of(dir);
     info.no_template = no_template.clone();
@@ -278,9 +278,10 @@ pub(crate) fn room_fault(
 
 #[cfg(test)]
 mod tests {
+    use verl_words::stage::ModelFactory;
+
     use super::*;
     use crate::model::CausalLm;
-    use verl_pipe::stage::ModelConfig;
 
     const FOLDER: &str = concat!(
         env!("CARGO_MANIFEST_DIR"),
@@ -404,8 +405,8 @@ mod tests {
         };
         let (declared_tied, declared_untied) = (described(true), described(false));
         assert_eq!(declared_tied.num_parameters, declared_untied.num_parameters);
-        assert!(declared_untied.doubts.is_empty());
-        let warning = &declared_tied.doubts[0];
+        assert!(declared_untied.warnings.is_empty());
+        let warning = &declared_tied.warnings[0];
         assert!(
             warning
                 .reason

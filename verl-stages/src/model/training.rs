@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 use verl_models::optim::OptimizerConfig;
-use verl_pipe::stage::{BuildContext, ConfigError, Training};
+use verl_words::stage::{BuildContext, ConfigError, Training};
 
 /// The optimiser of the model `name` in the run of `context`.
 pub(super) fn optimizer_of(
@@ -28,7 +28,7 @@ pub(super) fn training<S: Serialize>(
             "learning rate {:e}, {}",
             optimizer.learning_rate, optimizer.schedule
         ),
-        doubts: warning(&own, steps).into_iter().collect(),
+        warnings: warning(&own, steps).into_iter().collect(),
         settings: serde_json::to_value(with(Some(optimizer))).unwrap_or_default(),
     }
 }
@@ -54,7 +54,7 @@ fn warning(own: &OptimizerConfig, steps: u64) -> Option<ConfigError> {
         ));
     }
     let warmup = own.schedule.warmup_steps();
-    let warning = own.schedule.doubt().or_else(|| {
+    let warning = own.schedule.warning().or_else(|| {
         (warmup > steps).then(|| {
             let reason = format!(
                 "has `warmup_steps = {warmup}`, but the run takes {steps} optimiser steps, so the learning rate never reaches its setting"
@@ -89,14 +89,14 @@ mod tests {
 
     #[track_caller]
     fn check(own: OptimizerConfig, steps: u64, expected: &[&str]) {
-        let doubts = training_of(own, steps).doubts;
+        let warnings = training_of(own, steps).warnings;
         assert_eq!(
-            doubts.len(),
+            warnings.len(),
             usize::from(!expected.is_empty()),
-            "{doubts:?}"
+            "{warnings:?}"
         );
         for words in expected {
-            let text = format!("{} {}", doubts[0], doubts[0].help);
+            let text = format!("{} {}", warnings[0], warnings[0].help);
             assert!(text.contains(words), "`{words}` is not in {text}");
         }
     }

@@ -15,18 +15,19 @@ use verl_models::model::ValueModel;
 use verl_models::optim::OptimizerConfig;
 use verl_models::tokenizer::Tokenizer;
 use verl_models::value_head::{self, FreshHead, HeadKind};
-use verl_pipe::resource::{
-    CpuKernels, DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, Snapshot,
-    StoredState, TokenTexts, WeightsVersion,
+use verl_words::resource::{
+    CpuKernels, ModelInfo, ModelResource, ResourceError, Snapshot, StoredState, TokenTexts,
+    WeightsVersion,
 };
-use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig, Training};
+use verl_words::stage::{
+    BuildContext, ConfigError, DeviceSupport, ModelConfig, ModelFactory, Training,
+};
 
 use super::{
-    Init, SaveAs, TextTools, VALUE_MODEL, WeightsDType, check_device, check_optimizer,
-    check_recompute, check_weights, count_parameters, decoder_config, decoder_kernels,
-    describe_texts, failed, load_texts, optimizer_of, quick_snapshot, random_decoder, recall,
-    restore, save, saved_bytes, shortage, sized, smaller, snapshot, store, token_texts,
-    trained_resource, training, version,
+    BurnDevices, Init, SaveAs, TextTools, VALUE_MODEL, WeightsDType, check_optimizer,
+    check_recompute, check_weights, decoder_config, decoder_kernels, describe_texts, failed,
+    load_texts, optimizer_of, quick_snapshot, random_decoder, recall, restore, save, saved_bytes,
+    sized, smaller, snapshot, store, token_texts, trained_resource, training, version,
 };
 
 /// A model of values with its tokenizer and chat template, as stages use it.
@@ -177,7 +178,9 @@ impl ModelConfig for ValueLm {
     const KIND: &'static str = "value_model";
     const SUMMARY: &'static str =
         "a decoder with a value head of a Hugging Face folder: a critic or a reward model";
+}
 
+impl ModelFactory for ValueLm {
     fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         let dir = self.folder(context);
         let mut config = decoder_config(&dir).map_err(|error| vec![error])?;
@@ -187,7 +190,7 @@ impl ModelConfig for ValueLm {
         // The value head, with its bias, replaces the language-model head.
         config.tied_head = true;
         check_weights(&dir, &config, self.init).map_err(|error| vec![error])?;
-        let parameters = count_parameters(&config) + config.hidden_size as u64 + 1;
+        let parameters = config.num_parameters() + config.hidden_size as u64 + 1;
         let device = &context.device;
         let dtype = self.dtype.on(device).map_err(|error| vec![error])?;
         check_recompute(self.recompute, &config, device).map_err(|error| vec![error])?;
@@ -223,16 +226,8 @@ impl ModelConfig for ValueLm {
         }))
     }
 
-    fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
-        check_device(device)
-    }
-
-    fn device_memory(&self, device: &str) -> Option<u64> {
-        verl_models::device::memory(device)
-    }
-
-    fn shortage(&self, message: &str) -> Option<Shortage> {
-        shortage(message)
+    fn devices(&self) -> &dyn DeviceSupport {
+        &BurnDevices
     }
 
     /// burn computes the sums of the value head, with kernels that depend on the width of the registers.
@@ -277,9 +272,9 @@ impl ModelConfig for ValueLm {
 /// A value model and rows for tests of the stages that use one.
 #[cfg(test)]
 pub(crate) mod testing {
-    use verl_pipe::batch::{Batch, RaggedColumn, RowId};
-    use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES};
-    use verl_pipe::stage::Models;
+    use verl_words::batch::{Batch, RaggedColumn, RowId};
+    use verl_words::keys::{MASK_KINDS, PROMPTS, RESPONSES};
+    use verl_words::stage::Models;
 
     use super::*;
 

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use verl_models::tokenizer::Tokenizer;
-use verl_pipe::resource::TokenTexts;
+use verl_words::resource::TokenTexts;
 
 /// Decodes single tokens. A token's text is what it adds to a text before it: on its own, many tokenizers drop the
 /// blank that it begins with.

@@ -3,7 +3,7 @@
 use serde_json::Value;
 use verl_models::chat_template::message;
 use verl_models::targets::Lesson;
-use verl_pipe::data::DataError;
+use verl_words::data::DataError;
 
 use super::{OnEqual, PreferenceFormat};
 use crate::prompts::{
@@ -77,7 +77,7 @@ impl JudgedRow {
     ///
     /// # Errors
     /// Those of [`JudgedRow::encode`], except errors of the template and the tokenizer.
-    pub fn glance(config: &PreferenceFormat, row: &Row<'_>) -> Result<usize, DataError> {
+    pub fn measure(config: &PreferenceFormat, row: &Row<'_>) -> Result<usize, DataError> {
         let RawJudgedRow { asked, answers, .. } = RawJudgedRow::read(config, row)?;
         let asked = match asked {
             PromptInput::Text(text) => text.len(),

@@ -3,9 +3,9 @@ use std::sync::Arc;
 use serde_json::json;
 use verl_models::chat_template::ChatTemplate;
 use verl_models::tokenizer::Tokenizer;
-use verl_pipe::batch::RowId;
-use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::field::{Key, Ragged};
+use verl_words::batch::RowId;
+use verl_words::data::{DataError, DataLoaderInterface};
+use verl_words::field::{Key, Ragged};
 
 use super::*;
 use crate::sink::{self, RecordingSink};

@@ -2,8 +2,8 @@
 
 use serde_json::json;
 use verl_models::chat_template::ChatTemplate;
-use verl_pipe::field::{Key, Ragged};
-use verl_pipe::stage::ModelConfig;
+use verl_words::field::{Key, Ragged};
+use verl_words::stage::ModelFactory;
 
 use super::tests::{rows, stage, step, survey, tokenizer};
 use super::*;

@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 use verl_models::chat_template::{ChatTemplate, message};
 use verl_models::targets::{Lesson, Note, Target, TargetError, Writer};
 use verl_models::tokenizer::Tokenizer;
-use verl_pipe::data::{DataError, DataLoaderInterface};
+use verl_words::data::{DataError, DataLoaderInterface};
 
 use super::format::{OnLong, PromptFormat, PromptInput, Row, Template, TrainOn, role};
 use super::notes::RowNote;
@@ -299,7 +299,7 @@ impl PromptFormat {
     ///
     /// # Errors
     /// [`DataError`] with the row: a column is missing or of another type, the conversation ends with the wrong message.
-    pub(crate) fn glance(
+    pub(crate) fn measure(
         &self,
         row: &Row<'_>,
         template: Option<&ChatTemplate>,

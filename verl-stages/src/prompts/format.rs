@@ -5,8 +5,8 @@ use std::borrow::Cow;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use verl_pipe::data::{DataError, DataLoaderInterface, column_names, find_column};
-use verl_pipe::stage::ConfigError;
+use verl_words::data::{DataError, DataLoaderInterface, column_names, find_column};
+use verl_words::stage::ConfigError;
 
 pub(crate) use verl_models::targets::role;
 

@@ -35,7 +35,7 @@ impl RowNote {
         match self {
             RowNote::ToolsUnread => "tools_unread",
             RowNote::SameAnswers => "same_answers",
-            RowNote::Written(Note::Apart { .. }) => "apart",
+            RowNote::Written(Note::PromptDiffers { .. }) => "apart",
             RowNote::Written(Note::Unended) => "unended",
             RowNote::Written(Note::EndsWithin) => "ends_within",
             RowNote::Written(Note::Changed { .. }) => "changed",
@@ -53,7 +53,7 @@ impl RowNote {
             RowNote::SameAnswers => {
                 "the chosen and the rejected answer have the same tokens, so the pair teaches nothing".to_owned()
             }
-            RowNote::Written(Note::Apart { prompt, finished }) => {
+            RowNote::Written(Note::PromptDiffers { prompt, finished }) => {
                 let (prompt, finished) = excerpts(prompt, finished);
                 format!(
                     "the tokens of the prompt are not a prefix of the finished conversation, so training sees a different prompt than generation; generation continues after {prompt}, training uses {finished}"
@@ -133,7 +133,7 @@ mod tests {
     #[test]
     fn each_kind_of_note_is_reported_once_with_both_texts() {
         let apart = |prompt: &str| {
-            RowNote::Written(Note::Apart {
+            RowNote::Written(Note::PromptDiffers {
                 prompt: prompt.to_owned(),
                 finished: "<user>1<bot>2".to_owned(),
             })

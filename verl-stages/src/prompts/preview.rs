@@ -2,8 +2,8 @@
 
 use serde_json::Value;
 use verl_models::targets::Target;
-use verl_pipe::data::DataError;
-use verl_pipe::stage::{
+use verl_words::data::DataError;
+use verl_words::stage::{
     LongRows, NotePreview, PreviewContext, RowPreview, RowPreviews, StageError, TargetPreview,
 };
 
@@ -68,25 +68,25 @@ pub(crate) struct RowPreviewer {
     /// Maximum number of rows, from the first on.
     pub rows: usize,
     /// Reads a row without rendering it; returns its length in bytes.
-    pub glance: Glance,
+    pub measure: Measure,
     /// Writes a row.
     pub show: Show,
 }
 
 /// Reads a row and returns its length in bytes.
-type Glance = Box<dyn Fn(&Source, &Row<'_>) -> Result<usize, DataError> + Send + Sync>;
+type Measure = Box<dyn Fn(&Source, &Row<'_>) -> Result<usize, DataError> + Send + Sync>;
 /// Writes a row.
 type Show = Box<dyn Fn(&Source, usize) -> Result<Shown, DataError> + Send + Sync>;
 
 impl RowPreviewer {
     /// Previews all rows.
     pub fn new(
-        glance: impl Fn(&Source, &Row<'_>) -> Result<usize, DataError> + Send + Sync + 'static,
+        measure: impl Fn(&Source, &Row<'_>) -> Result<usize, DataError> + Send + Sync + 'static,
         show: impl Fn(&Source, usize) -> Result<Shown, DataError> + Send + Sync + 'static,
     ) -> Self {
         RowPreviewer {
             rows: usize::MAX,
-            glance: Box::new(glance),
+            measure: Box::new(measure),
             show: Box::new(show),
         }
     }
@@ -162,9 +162,9 @@ impl RowPreviews for Preview {
         }
     }
 
-    fn glance(&self, index: usize) -> Result<usize, DataError> {
+    fn measure(&self, index: usize) -> Result<usize, DataError> {
         let row = Row::read(self.source.data.as_ref(), index)?;
-        (self.looks.glance)(&self.source, &row)
+        (self.looks.measure)(&self.source, &row)
     }
 
     fn row(&self, index: usize) -> Result<RowPreview, DataError> {

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use verl_models::chat_template::ChatTemplate;
 use verl_models::random;
 use verl_models::tokenizer::Tokenizer;
-use verl_pipe::batch::RowId;
-use verl_pipe::data::DataLoaderInterface;
-use verl_pipe::stage::{BuildContext, ConfigError, StageContext, StageError, StartContext};
+use verl_words::batch::RowId;
+use verl_words::data::DataLoaderInterface;
+use verl_words::stage::{BuildContext, ConfigError, StageContext, StageError, StartContext};
 
 use super::PromptFormat;
 use crate::model::TextTools;

@@ -4,8 +4,8 @@
 //! Rows are tokenised in parallel, one block at a time, and checked in order, so that reports do not depend on timing.
 
 use rayon::prelude::*;
-use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::stage::StageError;
+use verl_words::data::{DataError, DataLoaderInterface};
+use verl_words::stage::StageError;
 
 use super::encode::TooLong;
 use super::format::OnLong;

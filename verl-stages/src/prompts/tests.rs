@@ -10,8 +10,8 @@ use verl_models::model::{
 };
 use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use verl_models::tokenizer::Tokenizer;
-use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::stage::{CancelToken, Models, StageSink};
+use verl_words::data::{DataError, DataLoaderInterface};
+use verl_words::stage::{CancelToken, Models, StageSink};
 
 use super::*;
 use crate::data::addition::Addition;

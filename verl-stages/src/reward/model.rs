@@ -2,9 +2,9 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_pipe::batch::Batch;
-use verl_pipe::keys::{PROMPTS, RESPONSES, REWARDS};
-use verl_pipe::stage::{
+use verl_words::batch::Batch;
+use verl_words::keys::{PROMPTS, RESPONSES, REWARDS};
+use verl_words::stage::{
     Access, BuildContext, ConfigError, ModelWork, Stage, StageConfig, StageContext, StageError,
     StageSpec, find_model,
 };

@@ -51,9 +51,9 @@ use std::time::Duration;
 use regex::Regex;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_pipe::batch::Batch;
-use verl_pipe::keys::{ANSWERS, RESPONSE_TEXTS, RESPONSES, REWARDS};
-use verl_pipe::stage::{
+use verl_words::batch::Batch;
+use verl_words::keys::{ANSWERS, RESPONSE_TEXTS, RESPONSES, REWARDS};
+use verl_words::stage::{
     BuildContext, ConfigError, Metric, Reduce, Stage, StageConfig, StageContext, StageError,
     StageSpec,
 };
@@ -70,6 +70,7 @@ pub const CORRECT: Metric = Metric {
     unit: "share",
     meaning: "share of responses that earn the reward of a right answer",
     reduce: Reduce::Mean,
+    role: None,
 };
 /// Share of scored responses in the form that the rule expects.
 pub const WELL_FORMED: Metric = Metric {
@@ -77,6 +78,7 @@ pub const WELL_FORMED: Metric = Metric {
     unit: "share",
     meaning: "share of responses in which the rule finds an answer, right or wrong",
     reduce: Reduce::Mean,
+    role: None,
 };
 
 /// What a rule checks.

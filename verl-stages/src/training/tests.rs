@@ -1,8 +1,7 @@
 use std::path::Path;
 
-use verl_algos::Aggregation;
-use verl_algos::MicroBatch;
 use verl_algos::losses::{Objective, ValueLoss};
+use verl_algos::{Aggregation, MicroBatch};
 
 use super::*;
 
@@ -104,8 +103,7 @@ fn shares(returns: Option<Vec<f64>>) -> (Result<Shares, StageError>, Vec<[Range<
     };
     let prepared = objective.prepare(&mini).unwrap();
     let mut seen = Vec::new();
-    let cut = (CUTS, CutUnit::Row);
-    let shares = Shares::of(&mini, &[], 8..16, cut, |micro, shares| {
+    let shares = Shares::of(&mini, &[], 8..16, CUTS, CutUnit::Row, |micro, shares| {
         seen.push([micro.rows.clone(), micro.tokens.clone()]);
         let device = burn::tensor::Device::flex();
         let values = Tensor::<1>::ones([micro.tokens.len()], &device);

@@ -6,7 +6,7 @@ use verl_algos::MiniBatch;
 use verl_algos::losses::LossInput;
 use verl_models::model::{Extras, PolicyModel};
 use verl_models::random::{DrawKey, Purpose};
-use verl_pipe::stage::{ConfigError, StageError};
+use verl_words::stage::{ConfigError, StageError};
 
 use super::{Columns, UpdateStage};
 use crate::losses::Loss;
@@ -145,11 +145,12 @@ fn draws(columns: &Columns<'_>, rows: Range<usize>, at: StepPosition) -> Vec<f64
 
 #[cfg(test)]
 mod tests {
+    use verl_words::batch::{Batch, RaggedColumn, RowId};
+    use verl_words::keys::{MASK_KINDS, PROMPTS, RESPONSES};
+
     use super::*;
     use verl_algos::Aggregation;
     use verl_algos::losses::{Objective, ValueLoss};
-    use verl_pipe::batch::{Batch, RaggedColumn, RowId};
-    use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES};
 
     /// Rows with these identities, each with three tokens; the second is an observation.
     fn batch(ids: &[u64]) -> Batch {

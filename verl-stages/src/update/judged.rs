@@ -2,9 +2,9 @@
 
 use verl_algos::losses::kl_baseline;
 use verl_models::model::{Extras, ScoreRow};
-use verl_pipe::batch::{Batch, RowId};
-use verl_pipe::keys::{DESIRABLE, PROMPTS};
-use verl_pipe::stage::{Access, ModelWork, Models, StageError, StageSpec, find_model};
+use verl_words::batch::{Batch, RowId};
+use verl_words::keys::{DESIRABLE, PROMPTS};
+use verl_words::stage::{Access, ModelWork, Models, StageError, StageSpec, find_model};
 
 use crate::losses::Loss;
 use crate::model::{POLICY, PolicyResource};
@@ -49,34 +49,45 @@ pub(super) fn desirable(input: &Batch, loss: &Loss) -> Result<Vec<bool>, StageEr
     Ok(labels)
 }
 
-/// z₀ of KTO for a mini-batch: [`kl_baseline`] of answers to other prompts, scored without gradients by the current
-/// policy and by the reference.
-///
-/// # Errors
-/// A mini-batch of one prompt; errors of the models.
-pub(super) fn baseline(
-    models: &mut Models,
-    (policy, reference): (&str, &str),
-    temperature: f64,
-    (ids, rows): (&[RowId], &[ScoreRow<'_>]),
-) -> Result<f64, StageError> {
-    let mut context = usize::MAX;
-    for name in [policy, reference] {
-        let model = find_model::<PolicyResource>(models, name)?;
-        context = context.min(model.policy.max_tokens());
+/// The models that z₀ of KTO compares ([`kl_baseline`]): both score answers to other prompts, without gradients.
+pub(super) struct Baseline<'a> {
+    /// Name of the policy.
+    pub policy: &'a str,
+    /// Name of the reference.
+    pub reference: &'a str,
+    /// Divides the logits of both.
+    pub temperature: f64,
+}
+
+impl Baseline<'_> {
+    /// z₀ for a mini-batch.
+    ///
+    /// # Errors
+    /// A mini-batch of one prompt; errors of the models.
+    pub(super) fn of(
+        &self,
+        models: &mut Models,
+        ids: &[RowId],
+        rows: &[ScoreRow<'_>],
+    ) -> Result<f64, StageError> {
+        let mut context = usize::MAX;
+        for name in [self.policy, self.reference] {
+            let model = find_model::<PolicyResource>(models, name)?;
+            context = context.min(model.policy.max_tokens());
+        }
+        let rows = mismatched(rows, context)?;
+        let mut sums = |name: &str| -> Result<Vec<f64>, StageError> {
+            let policy = &find_model::<PolicyResource>(models, name)?.policy;
+            let scores = policy.score(&rows, self.temperature, Extras::default());
+            let scores = scores.map_err(|error| refused_row(error, ids))?.into_iter();
+            Ok(scores
+                .map(|row| row.log_probs.iter().map(|value| f64::from(*value)).sum())
+                .collect())
+        };
+        let (now, frozen) = (sums(self.policy)?, sums(self.reference)?);
+        let ratios: Vec<f64> = now.iter().zip(frozen).map(|(a, b)| a - b).collect();
+        kl_baseline(&ratios).map_err(StageError::failed)
     }
-    let rows = mismatched(rows, context)?;
-    let mut sums = |name: &str| -> Result<Vec<f64>, StageError> {
-        let policy = &find_model::<PolicyResource>(models, name)?.policy;
-        let scores = policy.score(&rows, temperature, Extras::default());
-        let scores = scores.map_err(|error| refused_row(error, ids))?.into_iter();
-        Ok(scores
-            .map(|row| row.log_probs.iter().map(|value| f64::from(*value)).sum())
-            .collect())
-    };
-    let (now, frozen) = (sums(policy)?, sums(reference)?);
-    let ratios: Vec<f64> = now.iter().zip(frozen).map(|(a, b)| a - b).collect();
-    kl_baseline(&ratios).map_err(StageError::failed)
 }
 
 /// Each prompt with the answer of the next row that has another prompt, cut off where the context ends.
@@ -104,10 +115,11 @@ fn mismatched<'a>(rows: &[ScoreRow<'a>], context: usize) -> Result<Vec<ScoreRow<
 
 #[cfg(test)]
 mod tests {
+    use verl_declare::part::PartConfig;
+    use verl_words::batch::RowId;
+    use verl_words::stage::BuildContext;
+
     use super::*;
-    use verl_pipe::batch::RowId;
-    use verl_pipe::part::PartConfig;
-    use verl_pipe::stage::BuildContext;
 
     use crate::losses::{Kto, Orpo};
 

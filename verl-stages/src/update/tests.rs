@@ -1,6 +1,6 @@
-use verl_pipe::batch::{RaggedColumn, RowId};
-use verl_pipe::keys::{RESPONSES, finish};
-use verl_pipe::stage::Models;
+use verl_words::batch::{RaggedColumn, RowId};
+use verl_words::keys::{RESPONSES, finish};
+use verl_words::stage::Models;
 
 use super::*;
 use crate::sink::run_with;
@@ -74,12 +74,12 @@ fn the_first_steps_can_be_left_to_the_critic() {
         run_with(stage(3, 9).as_mut(), step, batch, &mut Models::new()).is_ok()
     };
     assert_eq!([1, 2, 3, 4].map(is_idle), [true, true, true, false]);
-    let doubts = |warmup_steps, steps| stage(warmup_steps, steps).spec().doubts;
-    assert_eq!(doubts(8, 9), []);
-    let warning = doubts(9, 9).remove(0);
+    let warnings = |warmup_steps, steps| stage(warmup_steps, steps).spec().warnings;
+    assert_eq!(warnings(8, 9), []);
+    let warning = warnings(9, 9).remove(0);
     assert_eq!(warning.setting, "warmup_steps");
     assert!(warning.reason.contains("never trained"), "{warning}");
-    assert_eq!(doubts(0, 0), []);
+    assert_eq!(warnings(0, 0), []);
 }
 
 #[test]
@@ -93,7 +93,7 @@ fn several_optimiser_steps_per_step_need_old_log_probs() {
         context.batch.samples = 2;
         context.batch.optimizer_steps = steps;
         let spec = StageConfig::build(&config, &context).unwrap().spec();
-        let has = |fields: &[verl_pipe::field::Field]| {
+        let has = |fields: &[verl_words::field::Field]| {
             fields
                 .iter()
                 .any(|field| field.name == OLD_LOG_PROBS.name())
@@ -118,7 +118,7 @@ fn pairs() -> (Models, Batch) {
     };
     let model = crate::model::CausalLm::trained(folder, optimizer);
     let model =
-        verl_pipe::stage::ModelConfig::load(&model, "actor", "cpu", &BuildContext::default());
+        verl_words::stage::ModelFactory::load(&model, "actor", "cpu", &BuildContext::default());
     let models = Models::from([("actor".to_owned(), model.expect("a model"))]);
     let ids = [0, 1].map(|row| RowId::prompt(0, row).unwrap());
     let mut batch = Batch::with_rows(&ids).repeat(2).unwrap();
@@ -139,7 +139,7 @@ fn pairs() -> (Models, Batch) {
         .put(&REF_LOG_PROBS, RaggedColumn::from_rows(reference))
         .unwrap();
     batch
-        .put(&verl_pipe::keys::DESIRABLE, vec![1u8, 0, 1, 0])
+        .put(&verl_words::keys::DESIRABLE, vec![1u8, 0, 1, 0])
         .unwrap();
     (models, batch)
 }
@@ -170,7 +170,7 @@ fn losses_of(loss: crate::losses::Dpo, metric: &Metric, steps: &[u64]) -> Vec<f6
 #[test]
 fn the_reward_shift_is_kept_between_steps_and_in_snapshots() {
     let bco = crate::losses::Dpo {
-        variant: "bco_pair".to_owned(),
+        variant: crate::losses::PreferenceLossName::BcoPair,
         reward_shift: true,
         ..Default::default()
     };
@@ -235,7 +235,7 @@ fn pairs_can_be_weighted_by_how_likely_the_policy_generates_them() {
         "{with:?} {without:?}"
     );
     let sorted = crate::losses::Dpo {
-        variant: "aot".to_owned(),
+        variant: crate::losses::PreferenceLossName::Aot,
         wpo: true,
         ..dpo()
     };

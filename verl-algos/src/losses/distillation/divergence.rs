@@ -4,50 +4,26 @@ use burn::tensor::Tensor;
 
 use crate::error::{AlgoError, check_setting};
 use crate::functions::{exp, log, log_softmax};
+use crate::names::names;
 
 /// Least mass of the tail: f32 cannot represent a smaller remainder of 1. No gradient flows through it there.
 const TAIL_FLOOR: f64 = 1e-6;
 
-/// How the tokens outside the teacher's best K are treated.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Tail {
-    /// All of them are one more outcome, with the remaining mass, 1 − Σ e^{log-prob}. The divergence is then a lower
-    /// bound of that over the vocabulary, and penalises a student that puts mass outside the best K. The default.
-    #[default]
-    Bucket,
-    /// They are left out, and both distributions are divided by their mass inside the best K. The student's mass
-    /// outside is then not penalised.
-    Renormalize,
+names! {
+    /// How the tokens outside the teacher's best K are treated.
+    #[derive(Default)]
+    Tail, "rule for the tail" {
+        /// All of them are one more outcome, with the remaining mass, 1 − Σ e^{log-prob}. The divergence is then a lower
+        /// bound of that over the vocabulary, and penalises a student that puts mass outside the best K. The default.
+        #[default]
+        Bucket = "bucket",
+        /// They are left out, and both distributions are divided by their mass inside the best K. The student's mass
+        /// outside is then not penalised.
+        Renormalize = "renormalize",
+    }
 }
 
 impl Tail {
-    /// The names of all rules.
-    pub const NAMES: &'static [&'static str] = &["bucket", "renormalize"];
-
-    /// The rule with this name.
-    ///
-    /// # Errors
-    /// An unknown name.
-    pub fn parse(name: &str) -> Result<Tail, AlgoError> {
-        match name {
-            "bucket" => Ok(Tail::Bucket),
-            "renormalize" => Ok(Tail::Renormalize),
-            _ => Err(AlgoError::UnknownName {
-                what: "rule for the tail",
-                name: name.to_owned(),
-                known: Tail::NAMES.to_vec(),
-            }),
-        }
-    }
-
-    /// Its name.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Tail::Bucket => "bucket",
-            Tail::Renormalize => "renormalize",
-        }
-    }
-
     /// Turns log-probs of K tokens into those of a complete distribution over them (and the tail).
     ///
     /// # Shapes
@@ -87,40 +63,35 @@ pub enum Divergence {
     },
 }
 
-impl Divergence {
-    /// The names of all divergences.
-    pub const NAMES: &'static [&'static str] = &["forward_kl", "jensen_shannon", "reverse_kl"];
+names! {
+    /// The name of a divergence of the student q from the teacher p.
+    #[derive(Default)]
+    DivergenceName, "divergence" {
+        /// KL(p‖q): the student covers all tokens that the teacher may produce.
+        #[default]
+        ForwardKl = "forward_kl",
+        /// Between the two: the divergence of both from their mixture β p + (1 − β) q.
+        JensenShannon = "jensen_shannon",
+        /// KL(q‖p): the student produces only tokens that the teacher may produce.
+        ReverseKl = "reverse_kl",
+    }
+}
 
+impl Divergence {
     /// The divergence with this name; `beta` is used only by `jensen_shannon`, ½ by default.
     ///
     /// # Errors
-    /// An unknown name; β outside (0, 1).
-    pub fn parse(name: &str, beta: Option<f64>) -> Result<Divergence, AlgoError> {
+    /// β outside (0, 1).
+    pub fn named(name: DivergenceName, beta: Option<f64>) -> Result<Divergence, AlgoError> {
         let divergence = match name {
-            "forward_kl" => Divergence::Forward,
-            "jensen_shannon" => Divergence::JensenShannon {
+            DivergenceName::ForwardKl => Divergence::Forward,
+            DivergenceName::JensenShannon => Divergence::JensenShannon {
                 beta: beta.unwrap_or(0.5),
             },
-            "reverse_kl" => Divergence::Reverse,
-            _ => {
-                return Err(AlgoError::UnknownName {
-                    what: "divergence",
-                    name: name.to_owned(),
-                    known: Divergence::NAMES.to_vec(),
-                });
-            }
+            DivergenceName::ReverseKl => Divergence::Reverse,
         };
         divergence.check()?;
         Ok(divergence)
-    }
-
-    /// Its name.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Divergence::Forward => "forward_kl",
-            Divergence::Reverse => "reverse_kl",
-            Divergence::JensenShannon { .. } => "jensen_shannon",
-        }
     }
 
     /// Rejects settings out of range.
@@ -215,8 +186,8 @@ mod tests {
 
     #[test]
     fn a_tail_without_mass_is_harmless() {
-        for divergence in Divergence::NAMES {
-            let divergence = Divergence::parse(divergence, None).unwrap();
+        for name in DivergenceName::ALL {
+            let divergence = Divergence::named(*name, None).unwrap();
             // Rounding may even make the remainder negative.
             let all = Tail::Bucket.distribution(row(&[0.75, 0.25 + 1e-9]));
             let same = divergence.tokens(all.clone(), all.clone());
@@ -228,19 +199,9 @@ mod tests {
     }
 
     #[test]
-    fn names_round_trip() {
-        for name in Divergence::NAMES {
-            assert_eq!(Divergence::parse(name, None).unwrap().name(), *name);
-        }
-        for name in Tail::NAMES {
-            assert_eq!(Tail::parse(name).unwrap().name(), *name);
-        }
-        let text = Divergence::parse("kl", None).unwrap_err().to_string();
-        assert!(text.contains("reverse_kl"), "{text}");
-        let text = Tail::parse("drop").unwrap_err().to_string();
-        assert!(text.contains("bucket"), "{text}");
+    fn a_mixture_has_both_parts() {
         for beta in [0.0, 1.0, f64::NAN] {
-            assert!(Divergence::parse("jensen_shannon", Some(beta)).is_err());
+            assert!(Divergence::named(DivergenceName::JensenShannon, Some(beta)).is_err());
         }
     }
 }

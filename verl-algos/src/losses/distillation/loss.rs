@@ -7,7 +7,7 @@ use super::divergence::{Divergence, Tail};
 use crate::aggregate::{Aggregation, token_weights};
 use crate::error::{AlgoError, check_len};
 use crate::functions::exp;
-use crate::losses::{Metric, Partial, Share};
+use crate::losses::{Metric, MetricId, Partial, Share};
 use crate::tensor::{at_least_f32, constant_like};
 
 /// Agg(D(p, q)): a divergence of the student q from the teacher p at each token, over the teacher's best K tokens.
@@ -88,8 +88,8 @@ impl PreparedDistillation<'_> {
         }
         let teacher = constant_like(teacher, &log_probs).reshape([tokens, top_k]);
         let masses = [
-            ("teacher_mass", mass(teacher.clone())),
-            ("student_mass", mass(log_probs.clone())),
+            (MetricId::TEACHER_MASS, mass(teacher.clone())),
+            (MetricId::STUDENT_MASS, mass(log_probs.clone())),
         ];
         let [teacher, student] = [teacher, log_probs].map(|l| self.loss.tail.distribution(l));
         let divergence = self.loss.divergence.tokens(teacher, student);
@@ -97,21 +97,16 @@ impl PreparedDistillation<'_> {
         let weights = constant_like(weights.collect(), &divergence);
         let loss = (divergence.clone() * weights).sum();
         let mut metrics = vec![Metric {
-            name: "distillation_loss",
+            id: MetricId::new("distillation_loss"),
             number: loss.clone().detach(),
             share: Share::Sum,
         }];
-        let means = [("distillation_divergence", divergence)];
-        metrics.extend(
-            means
-                .into_iter()
-                .chain(masses)
-                .map(|(name, values)| Metric {
-                    name,
-                    number: values.detach().sum(),
-                    share: Share::Mean { count: tokens },
-                }),
-        );
+        let means = [(MetricId::DISTILLATION_DIVERGENCE, divergence)];
+        metrics.extend(means.into_iter().chain(masses).map(|(id, values)| Metric {
+            id,
+            number: values.detach().sum(),
+            share: Share::Mean { count: tokens },
+        }));
         Ok(Partial { loss, metrics })
     }
 }
@@ -164,7 +159,7 @@ mod tests {
             ("student_mass", (0.75 + 0.75 + 0.5) / 3.0),
         ];
         for (metric, (name, value)) in metrics.iter().zip(expected) {
-            assert_eq!(metric.name, name);
+            assert_eq!(metric.name(), name);
             assert!((metric.value() - value).abs() < 1e-12, "{metric:?}");
         }
         assert_eq!(metrics.len(), expected.len());

@@ -39,5 +39,5 @@ mod loss;
 
 pub use advantages::teacher_advantages;
 pub use batch::{DistillationBatch, DistillationMicroBatch};
-pub use divergence::{Divergence, Tail};
+pub use divergence::{Divergence, DivergenceName, Tail};
 pub use loss::{DistillationLoss, PreparedDistillation};

@@ -4,7 +4,7 @@ use crate::losses::LossInput;
 use burn::tensor::Tensor;
 
 use crate::error::AlgoError;
-use crate::losses::{Mean, PerRow, PreparedRows, RowLoss};
+use crate::losses::{Mean, MetricId, PerRow, PreparedRows, RowLoss};
 
 /// −ℓ of the chosen responses' tokens, a mean over tokens: the term that ORPO and CPO add to their comparison.
 ///
@@ -20,8 +20,8 @@ use crate::losses::{Mean, PerRow, PreparedRows, RowLoss};
 pub struct ChosenNll;
 
 impl RowLoss for ChosenNll {
-    fn name(&self) -> &'static str {
-        "chosen_nll"
+    fn id(&self) -> MetricId {
+        MetricId::CHOSEN_NLL
     }
 
     fn inputs(&self) -> &'static [LossInput] {

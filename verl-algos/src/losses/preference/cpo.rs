@@ -9,7 +9,8 @@ use super::{ChosenNll, check_beta, check_both_sides, check_label_smoothing, rewa
 use crate::aggregate::Aggregation;
 use crate::batch::MiniBatch;
 use crate::error::{AlgoError, check_setting};
-use crate::losses::{Objective, PerRow, PreparedRows, RowLoss};
+use crate::losses::{MetricId, Objective, PerRow, PreparedRows, RowLoss};
+use crate::names::names;
 
 /// The loss of a pair, as a function of x = c − r, the difference of its responses' log-probs c (chosen) and r
 /// (rejected).
@@ -34,6 +35,30 @@ pub enum CpoLoss {
         /// γ, the target margin of rewards, at least 0.
         gamma: f64,
     },
+}
+
+names! {
+    /// The name of a loss of CPO; SimPO is the sigmoid with a margin.
+    #[derive(Default)]
+    CpoLossName, "variant of CPO" {
+        /// max(0, 1 − βx) on sums over tokens: SLiC.
+        Hinge = "hinge",
+        /// (x − 1/2β)² on means over tokens.
+        Ipo = "ipo",
+        /// −log σ(βx) on sums over tokens: CPO.
+        #[default]
+        Sigmoid = "sigmoid",
+    }
+}
+
+impl From<CpoLossName> for CpoLoss {
+    fn from(name: CpoLossName) -> CpoLoss {
+        match name {
+            CpoLossName::Hinge => CpoLoss::Hinge,
+            CpoLossName::Ipo => CpoLoss::Ipo,
+            CpoLossName::Sigmoid => CpoLoss::Sigmoid,
+        }
+    }
 }
 
 /// A [`CpoLoss`] of each pair, a mean over pairs.
@@ -121,14 +146,14 @@ impl Cpo {
 }
 
 impl RowLoss for Cpo {
-    fn name(&self) -> &'static str {
-        match self.loss {
+    fn id(&self) -> MetricId {
+        MetricId::new(match self.loss {
             _ if self.alpha() != 0.0 => "cpo_alphapo",
             CpoLoss::Hinge => "cpo_hinge",
             CpoLoss::Ipo => "cpo_ipo",
             CpoLoss::Sigmoid => "cpo_sigmoid",
             CpoLoss::Simpo { .. } => "cpo_simpo",
-        }
+        })
     }
 
     fn inputs(&self) -> &'static [LossInput] {

@@ -4,6 +4,7 @@ use burn::tensor::Tensor;
 
 use super::log_space::{exp_m1, log_sigmoid};
 use crate::error::{AlgoError, check_setting};
+use crate::names::names;
 
 /// The f-divergence that keeps the policy near its reference; DPO's implicit reward is β f′(π/π_ref).
 ///
@@ -31,40 +32,42 @@ pub enum FDivergence {
     },
 }
 
-impl FDivergence {
-    /// The names of all divergences.
-    pub const NAMES: &'static [&'static str] = &[
-        "alpha_divergence",
-        "forward_kl",
-        "js_divergence",
-        "reverse_kl",
-    ];
+names! {
+    /// The name of a divergence from the reference; u is the ratio π/π_ref.
+    #[derive(Default)]
+    FDivergenceName, "divergence" {
+        /// The α-divergence: rewards (u^{α − 1} − 1)/(α − 1).
+        AlphaDivergence = "alpha_divergence",
+        /// The forward KL: rewards 1 − 1/u.
+        ForwardKl = "forward_kl",
+        /// Jensen–Shannon: rewards ln(2u/(1 + u)).
+        JsDivergence = "js_divergence",
+        /// The reverse KL, plain DPO: rewards ln u.
+        #[default]
+        ReverseKl = "reverse_kl",
+    }
+}
 
+impl FDivergence {
     /// The divergence with this name; `alpha` is used only by `alpha_divergence`.
     ///
     /// # Errors
-    /// An unknown name; `alpha_divergence` without its `alpha`, or with one that is not finite.
-    pub fn parse(name: &str, alpha: Option<f64>) -> Result<FDivergence, AlgoError> {
-        match name {
-            "reverse_kl" => Ok(FDivergence::ReverseKl),
-            "forward_kl" => Ok(FDivergence::ForwardKl),
-            "js_divergence" => Ok(FDivergence::JensenShannon),
-            "alpha_divergence" => {
-                let alpha = alpha.ok_or(AlgoError::MissingSetting {
-                    algorithm: "alpha_divergence",
+    /// `alpha_divergence` without its `alpha`, or with one that is not finite.
+    pub fn named(name: FDivergenceName, alpha: Option<f64>) -> Result<FDivergence, AlgoError> {
+        let divergence = match name {
+            FDivergenceName::AlphaDivergence => FDivergence::Alpha {
+                alpha: alpha.ok_or(AlgoError::MissingSetting {
+                    algorithm: name.as_str(),
                     setting: "alpha",
                     reason: "1 is the reverse KL, 2 is Pearson's χ², and values between are a choice",
-                })?;
-                let divergence = FDivergence::Alpha { alpha };
-                divergence.check()?;
-                Ok(divergence)
-            }
-            _ => Err(AlgoError::UnknownName {
-                what: "divergence",
-                name: name.to_owned(),
-                known: FDivergence::NAMES.to_vec(),
-            }),
-        }
+                })?,
+            },
+            FDivergenceName::ForwardKl => FDivergence::ForwardKl,
+            FDivergenceName::JsDivergence => FDivergence::JensenShannon,
+            FDivergenceName::ReverseKl => FDivergence::ReverseKl,
+        };
+        divergence.check()?;
+        Ok(divergence)
     }
 
     /// Rejects settings out of range.
@@ -98,8 +101,8 @@ mod tests {
     use crate::tensor::test::gradient;
 
     #[track_caller]
-    fn check(name: &str, alpha: f64, value: f64, slope: f64) {
-        let divergence = FDivergence::parse(name, Some(alpha)).unwrap();
+    fn check(name: FDivergenceName, alpha: f64, value: f64, slope: f64) {
+        let divergence = FDivergence::named(name, Some(alpha)).unwrap();
         let (got, grad) = gradient(&[2f64.ln()], |d| divergence.derivative(d));
         assert!((got - value).abs() < 1e-12, "{name}: {got}");
         assert!((grad[0] - slope).abs() < 1e-12, "{name}: {grad:?}");
@@ -111,22 +114,27 @@ mod tests {
     #[test]
     fn at_twice_the_reference() {
         let ln2 = 2f64.ln();
-        check("reverse_kl", 0.0, ln2, 1.0);
-        check("forward_kl", 0.0, 0.5, 0.5);
-        check("js_divergence", 0.0, (4.0f64 / 3.0).ln(), 1.0 / 3.0);
-        check("alpha_divergence", 1.0, ln2, 1.0);
-        check("alpha_divergence", 2.0, 1.0, 2.0);
-        check("alpha_divergence", 0.0, 0.5, 0.5);
+        check(FDivergenceName::ReverseKl, 0.0, ln2, 1.0);
+        check(FDivergenceName::ForwardKl, 0.0, 0.5, 0.5);
+        check(
+            FDivergenceName::JsDivergence,
+            0.0,
+            (4.0f64 / 3.0).ln(),
+            1.0 / 3.0,
+        );
+        check(FDivergenceName::AlphaDivergence, 1.0, ln2, 1.0);
+        check(FDivergenceName::AlphaDivergence, 2.0, 1.0, 2.0);
+        check(FDivergenceName::AlphaDivergence, 0.0, 0.5, 0.5);
     }
 
     #[test]
-    fn rejects_unknown_names() {
-        assert!(FDivergence::parse("alpha_divergence", None).is_err());
-        assert!(FDivergence::parse("alpha_divergence", Some(f64::NAN)).is_err());
-        let error = FDivergence::parse("kl", None).unwrap_err();
-        assert!(error.to_string().contains("reverse_kl"), "{error}");
-        for name in FDivergence::NAMES {
-            assert!(FDivergence::parse(name, Some(0.5)).is_ok());
+    fn only_the_alpha_divergence_needs_alpha() {
+        for name in FDivergenceName::ALL {
+            let needs_alpha = *name == FDivergenceName::AlphaDivergence;
+            for alpha in [None, Some(f64::NAN)] {
+                assert_eq!(FDivergence::named(*name, alpha).is_err(), needs_alpha);
+            }
+            assert!(FDivergence::named(*name, Some(0.5)).is_ok());
         }
     }
 }

@@ -7,8 +7,7 @@ use crate::batch::MiniBatch;
 use crate::cut::CutUnit;
 use crate::error::{AlgoError, check_setting};
 use crate::functions::exp;
-use crate::losses::LossInput;
-use crate::losses::{Mean, Objective, PerRow, PreparedRows, RowLoss};
+use crate::losses::{LossInput, Mean, MetricId, Objective, PerRow, PreparedRows, RowLoss};
 
 /// A [`PreferenceLoss`] of each pair's log-ratios to the reference, a mean over pairs.
 ///
@@ -29,7 +28,7 @@ use crate::losses::{Mean, Objective, PerRow, PreparedRows, RowLoss};
 /// use verl_algos::losses::{Dpo, Objective, PreferenceLoss};
 /// use verl_algos::{Aggregation, MiniBatch};
 ///
-/// let dpo = Dpo::new(PreferenceLoss::parse("sigmoid")?);
+/// let dpo = Dpo::new(PreferenceLoss::Sigmoid);
 /// let objective = Objective::new(Aggregation::default()).with_rows(1.0, dpo);
 /// // One pair: row 0 is the chosen response, row 1 the rejected one.
 /// let mut batch = MiniBatch::new(vec![0, 0, 1]);
@@ -93,8 +92,8 @@ impl Dpo {
 }
 
 impl RowLoss for Dpo {
-    fn name(&self) -> &'static str {
-        self.loss.reported_name()
+    fn id(&self) -> MetricId {
+        MetricId::new(self.loss.reported_name())
     }
 
     fn inputs(&self) -> &'static [LossInput] {

@@ -8,7 +8,7 @@ use super::log_space::sigmoid;
 use crate::batch::MiniBatch;
 use crate::cut::CutUnit;
 use crate::error::{AlgoError, check_finite, check_setting};
-use crate::losses::{PerRow, PreparedRows, RowLoss};
+use crate::losses::{MetricId, PerRow, PreparedRows, RowLoss};
 use crate::masked;
 use crate::tensor::indices_like;
 
@@ -87,11 +87,11 @@ impl Kto {
 }
 
 impl RowLoss for Kto {
-    fn name(&self) -> &'static str {
-        match self.baseline {
+    fn id(&self) -> MetricId {
+        MetricId::new(match self.baseline {
             KtoBaseline::Kl => "kto",
             KtoBaseline::Zero => "apo_zero_unpaired",
-        }
+        })
     }
 
     fn inputs(&self) -> &'static [LossInput] {
@@ -148,19 +148,19 @@ impl RowLoss for Kto {
         let loss = sigmoid(-x) * of_each(self.desirable_weight, self.undesirable_weight);
         let rewards = deltas.detach() * self.beta;
         let log_probs = rows.row_sums(log_probs.detach());
-        let mut metrics = vec![("kto_kl", rewards.zeros_like() + z0)];
+        let mut metrics = vec![(MetricId::KTO_KL, rewards.zeros_like() + z0)];
         let reported = [
-            ("rewards_chosen", &rewards, true),
-            ("rewards_rejected", &rewards, false),
-            ("log_probs_chosen", &log_probs, true),
-            ("log_probs_rejected", &log_probs, false),
+            (MetricId::REWARDS_CHOSEN, &rewards, true),
+            (MetricId::REWARDS_REJECTED, &rewards, false),
+            (MetricId::LOG_PROBS_CHOSEN, &log_probs, true),
+            (MetricId::LOG_PROBS_REJECTED, &log_probs, false),
         ];
-        for (name, values, wanted) in reported {
+        for (id, values, wanted) in reported {
             let own = |place: &usize| desirable[rows.units()[*place]] == wanted;
             let own: Vec<usize> = (0..rows.units().len()).filter(own).collect();
             if !own.is_empty() {
                 let own: Tensor<1> = values.clone().select(0, indices_like(&own, values));
-                metrics.push((name, own));
+                metrics.push((id, own));
             }
         }
         Ok(PerRow { loss, metrics })
@@ -267,10 +267,15 @@ mod tests {
         let prepared = objective.prepare(&batch).unwrap();
         let whole = batch.whole(constant(&[-1.0, -3.0]), None);
         let metrics = prepared.loss(&whole).unwrap().read_metrics().unwrap();
-        let of = |name: &str| metrics.iter().find(|m| m.name == name).unwrap().value();
-        let got = ["kto_kl", "rewards_chosen", "rewards_rejected"].map(of);
+        let of = |id: MetricId| metrics.iter().find(|m| m.id == id).unwrap().value();
+        let got = [
+            MetricId::KTO_KL,
+            MetricId::REWARDS_CHOSEN,
+            MetricId::REWARDS_REJECTED,
+        ]
+        .map(of);
         assert_eq!(got, [0.2, 0.1, -0.1]);
-        let got = ["log_probs_chosen", "log_probs_rejected"].map(of);
+        let got = [MetricId::LOG_PROBS_CHOSEN, MetricId::LOG_PROBS_REJECTED].map(of);
         assert_eq!(got, [-1.0, -3.0]);
     }
 

@@ -28,12 +28,12 @@ mod reward_model;
 mod rewards;
 
 pub use chosen_nll::ChosenNll;
-pub use cpo::{Cpo, CpoLoss};
-pub use divergence::FDivergence;
+pub use cpo::{Cpo, CpoLoss, CpoLossName};
+pub use divergence::{FDivergence, FDivergenceName};
 pub use dpo::Dpo;
 pub use kto::{Kto, KtoBaseline, kl_baseline, mismatched_rows};
 pub use orpo::{OrpoOdds, orpo};
-pub use preference_loss::PreferenceLoss;
+pub use preference_loss::{PreferenceLoss, PreferenceLossName};
 pub use reward_model::RewardModelLoss;
 
 use super::RowLoss;
@@ -127,7 +127,7 @@ mod tests {
             assert_eq!(make().name(), *name);
             assert_eq!(make().check(), Ok(()), "{name}");
         }
-        for name in PreferenceLoss::NAMES {
+        for name in PreferenceLossName::ALL {
             let loss = preference_loss(&format!("dpo_{name}")).unwrap();
             assert_eq!(loss.name(), format!("dpo_{name}"));
         }

@@ -5,8 +5,7 @@ use super::{ChosenNll, check_beta, check_both_sides, rewards};
 use crate::aggregate::Aggregation;
 use crate::batch::MiniBatch;
 use crate::error::AlgoError;
-use crate::losses::LossInput;
-use crate::losses::{Objective, PerRow, PreparedRows, RowLoss};
+use crate::losses::{LossInput, MetricId, Objective, PerRow, PreparedRows, RowLoss};
 
 /// ORPO = the negative log-likelihood of chosen responses, a mean over tokens, plus [`OrpoOdds`].
 ///
@@ -48,8 +47,8 @@ impl Default for OrpoOdds {
 }
 
 impl RowLoss for OrpoOdds {
-    fn name(&self) -> &'static str {
-        "orpo_odds"
+    fn id(&self) -> MetricId {
+        MetricId::new("orpo_odds")
     }
 
     fn inputs(&self) -> &'static [LossInput] {
@@ -70,7 +69,7 @@ impl RowLoss for OrpoOdds {
         let log_odds = log_probs.margin() - log_probs.map(log1m_exp).margin();
         let rewards = log_probs.map(|log_prob| log_prob * self.beta);
         let mut metrics = rewards::reported(&rewards, &log_probs);
-        metrics.push(("log_odds", log_odds.clone()));
+        metrics.push((MetricId::LOG_ODDS, log_odds.clone()));
         Ok(PerRow {
             loss: log_sigmoid(log_odds) * -self.beta,
             metrics,

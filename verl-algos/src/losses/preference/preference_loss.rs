@@ -6,6 +6,7 @@ use super::{check_label_smoothing, pairwise};
 use crate::cut::CutUnit;
 use crate::error::{AlgoError, check_setting};
 use crate::losses::{Mean, PreparedRows};
+use crate::names::names;
 
 /// The loss of a pair, as a function of Δ_w and Δ_l, the sums of ℓ − ℓ_ref over its chosen and its rejected response.
 ///
@@ -109,6 +110,75 @@ pub enum PreferenceLoss {
     SppoHard,
 }
 
+names! {
+    /// The name of a loss of DPO and its relatives. Δ = Δ_w − Δ_l is the chosen answer's sum of ℓ − ℓ_ref minus the
+    /// rejected one's, L their tokens.
+    #[derive(Default)]
+    PreferenceLossName, "preference loss" {
+        /// `sigmoid` on the sorted log-ratios of policy and reference; needs the entire mini-batch. arXiv:2406.05882.
+        Aot = "aot",
+        /// `sigmoid` on sorted Δ_w minus sorted Δ_l; needs the entire mini-batch. arXiv:2406.05882.
+        AotUnpaired = "aot_unpaired",
+        /// σ(βΔ_w) + 1 − σ(βΔ), for chosen answers that are worse than the policy's own. arXiv:2408.06266.
+        ApoDown = "apo_down",
+        /// 1 − σ(βΔ_w) + σ(βΔ_l), for chosen answers that are better than the policy's own. arXiv:2408.06266.
+        ApoZero = "apo_zero",
+        /// −log σ(βΔ_w − δ) − log σ(δ − βΔ_l), δ 0 or a running mean of rewards. arXiv:2404.04656.
+        BcoPair = "bco_pair",
+        /// `sigmoid` with label smoothing: −(1 − ε) log σ(βΔ) − ε log σ(−βΔ).
+        Cdpo = "cdpo",
+        /// (1 − g)(−log σ(x)) + g e^{−x} with x = βΔ, g = σ(x/τ). arXiv:2406.08414.
+        DiscoPop = "discopop",
+        /// KL of (σ(βΔ), σ(−βΔ)) from (1 − ε, ε). arXiv:2402.00856.
+        ExoPair = "exo_pair",
+        /// max(0, 1 − βΔ): SLiC. arXiv:2305.10425.
+        Hinge = "hinge",
+        /// (Δ_w/L_w − Δ_l/L_l − 1/2β)², means over tokens. arXiv:2310.12036.
+        Ipo = "ipo",
+        /// (Δ − 1/2β)², sums over tokens.
+        IpoSum = "ipo_sum",
+        /// −log σ(βΔ_w) − ½ log σ(−βΔ_w) − ½ log σ(−βΔ_l). arXiv:2402.05369.
+        NcaPair = "nca_pair",
+        /// [−(1 − ε) log σ(βΔ) + ε log σ(−βΔ)]/(1 − 2ε). arXiv:2403.00409.
+        Robust = "robust",
+        /// −ℓ of the chosen answer, a mean over tokens.
+        Sft = "sft",
+        /// −log σ(βΔ): DPO. arXiv:2305.18290.
+        #[default]
+        Sigmoid = "sigmoid",
+        /// −log σ(β(Δ_w/L_w − Δ_l/L_l)), means over tokens. arXiv:2411.15124.
+        SigmoidNorm = "sigmoid_norm",
+        /// (Δ_w − 1/2β)² + (Δ_l + 1/2β)². arXiv:2405.00675.
+        SppoHard = "sppo_hard",
+    }
+}
+
+impl From<PreferenceLossName> for PreferenceLoss {
+    /// The loss with its default settings.
+    fn from(name: PreferenceLossName) -> PreferenceLoss {
+        use PreferenceLossName as Name;
+        match name {
+            Name::Aot => PreferenceLoss::AOT,
+            Name::AotUnpaired => PreferenceLoss::AOT_UNPAIRED,
+            Name::ApoDown => PreferenceLoss::ApoDown,
+            Name::ApoZero => PreferenceLoss::ApoZero,
+            Name::BcoPair => PreferenceLoss::BcoPair,
+            Name::Cdpo => PreferenceLoss::CDPO,
+            Name::DiscoPop => PreferenceLoss::DISCOPOP,
+            Name::ExoPair => PreferenceLoss::EXO_PAIR,
+            Name::Hinge => PreferenceLoss::Hinge,
+            Name::Ipo => PreferenceLoss::Ipo,
+            Name::IpoSum => PreferenceLoss::IpoSum,
+            Name::NcaPair => PreferenceLoss::NcaPair,
+            Name::Robust => PreferenceLoss::ROBUST,
+            Name::Sft => PreferenceLoss::Sft,
+            Name::Sigmoid => PreferenceLoss::Sigmoid,
+            Name::SigmoidNorm => PreferenceLoss::SigmoidNorm,
+            Name::SppoHard => PreferenceLoss::SppoHard,
+        }
+    }
+}
+
 impl PreferenceLoss {
     /// `aot` without label smoothing.
     pub const AOT: PreferenceLoss = PreferenceLoss::Aot {
@@ -132,60 +202,6 @@ impl PreferenceLoss {
     pub const ROBUST: PreferenceLoss = PreferenceLoss::Robust {
         label_smoothing: 0.1,
     };
-
-    /// The names of all losses.
-    pub const NAMES: &'static [&'static str] = &[
-        "aot",
-        "aot_unpaired",
-        "apo_down",
-        "apo_zero",
-        "bco_pair",
-        "cdpo",
-        "discopop",
-        "exo_pair",
-        "hinge",
-        "ipo",
-        "ipo_sum",
-        "nca_pair",
-        "robust",
-        "sft",
-        "sigmoid",
-        "sigmoid_norm",
-        "sppo_hard",
-    ];
-
-    /// The loss with this name and its default settings.
-    ///
-    /// # Errors
-    /// An unknown name.
-    pub fn parse(name: &str) -> Result<PreferenceLoss, AlgoError> {
-        Ok(match name {
-            "aot" => PreferenceLoss::AOT,
-            "aot_unpaired" => PreferenceLoss::AOT_UNPAIRED,
-            "apo_down" => PreferenceLoss::ApoDown,
-            "apo_zero" => PreferenceLoss::ApoZero,
-            "bco_pair" => PreferenceLoss::BcoPair,
-            "cdpo" => PreferenceLoss::CDPO,
-            "discopop" => PreferenceLoss::DISCOPOP,
-            "exo_pair" => PreferenceLoss::EXO_PAIR,
-            "hinge" => PreferenceLoss::Hinge,
-            "ipo" => PreferenceLoss::Ipo,
-            "ipo_sum" => PreferenceLoss::IpoSum,
-            "nca_pair" => PreferenceLoss::NcaPair,
-            "robust" => PreferenceLoss::ROBUST,
-            "sft" => PreferenceLoss::Sft,
-            "sigmoid" => PreferenceLoss::Sigmoid,
-            "sigmoid_norm" => PreferenceLoss::SigmoidNorm,
-            "sppo_hard" => PreferenceLoss::SppoHard,
-            _ => {
-                return Err(AlgoError::UnknownName {
-                    what: "preference loss",
-                    name: name.to_owned(),
-                    known: PreferenceLoss::NAMES.to_vec(),
-                });
-            }
-        })
-    }
 
     /// The same loss with another ε.
     ///
@@ -312,14 +328,12 @@ mod tests {
 
     #[test]
     fn names_are_sorted_and_those_that_are_reported() {
-        assert!(PreferenceLoss::NAMES.is_sorted());
-        for name in PreferenceLoss::NAMES {
-            let loss = PreferenceLoss::parse(name).unwrap();
+        assert!(PreferenceLossName::ALL.is_sorted_by_key(|name| name.as_str()));
+        for name in PreferenceLossName::ALL {
+            let loss = PreferenceLoss::from(*name);
             assert_eq!(loss.reported_name(), format!("dpo_{name}"));
             assert_eq!(loss.check(), Ok(()));
         }
-        let error = PreferenceLoss::parse("dpo").unwrap_err();
-        assert!(error.to_string().contains("sigmoid_norm"), "{error}");
     }
 
     #[test]
@@ -336,9 +350,9 @@ mod tests {
 
     #[test]
     fn only_sorting_losses_need_the_whole_mini_batch() {
-        for name in PreferenceLoss::NAMES {
-            let whole = PreferenceLoss::parse(name).unwrap().cut_unit() == CutUnit::MiniBatch;
-            assert_eq!(whole, name.starts_with("aot"), "{name}");
+        for name in PreferenceLossName::ALL {
+            let whole = PreferenceLoss::from(*name).cut_unit() == CutUnit::MiniBatch;
+            assert_eq!(whole, name.as_str().starts_with("aot"), "{name}");
         }
     }
 }

@@ -4,8 +4,7 @@ use super::log_space::log_sigmoid;
 use super::{check_both_sides, rewards};
 use crate::batch::MiniBatch;
 use crate::error::{AlgoError, check_setting};
-use crate::losses::LossInput;
-use crate::losses::{PerRow, PreparedRows, RowLoss};
+use crate::losses::{LossInput, MetricId, PerRow, PreparedRows, RowLoss};
 
 /// −log σ(s_w − s_l − m) + c (s_w + s_l)²: Bradley–Terry on the scores of a pair, a mean over pairs.
 ///
@@ -29,8 +28,8 @@ pub struct RewardModelLoss {
 }
 
 impl RowLoss for RewardModelLoss {
-    fn name(&self) -> &'static str {
-        "reward_model"
+    fn id(&self) -> MetricId {
+        MetricId::new("reward_model")
     }
 
     fn inputs(&self) -> &'static [LossInput] {

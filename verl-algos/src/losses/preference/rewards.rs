@@ -2,30 +2,30 @@
 
 use burn::tensor::Tensor;
 
-use crate::losses::Sides;
+use crate::losses::{MetricId, Sides};
 
 /// The policy's implicit rewards of both sides, their margin, the share of pairs whose chosen reward is larger (a tie
 /// does not count), and the log-probs of the responses.
-pub(super) fn reported(rewards: &Sides, log_probs: &Sides) -> Vec<(&'static str, Tensor<1>)> {
+pub(super) fn reported(rewards: &Sides, log_probs: &Sides) -> Vec<(MetricId, Tensor<1>)> {
     let mut reported = of_rewards(rewards);
-    reported.push(("log_probs_chosen", log_probs.chosen.clone()));
-    reported.push(("log_probs_rejected", log_probs.rejected.clone()));
+    reported.push((MetricId::LOG_PROBS_CHOSEN, log_probs.chosen.clone()));
+    reported.push((MetricId::LOG_PROBS_REJECTED, log_probs.rejected.clone()));
     reported
 }
 
 /// The same without log-probs.
-pub(super) fn of_rewards(rewards: &Sides) -> Vec<(&'static str, Tensor<1>)> {
+pub(super) fn of_rewards(rewards: &Sides) -> Vec<(MetricId, Tensor<1>)> {
     let rewards = rewards.map(Tensor::detach);
     let margins = rewards.margin();
     let right = margins.clone().greater_scalar(0.0);
     vec![
         (
-            "reward_accuracies",
+            MetricId::REWARD_ACCURACIES,
             margins.zeros_like().mask_fill(right, 1.0),
         ),
-        ("reward_margins", margins),
-        ("rewards_chosen", rewards.chosen),
-        ("rewards_rejected", rewards.rejected),
+        (MetricId::REWARD_MARGINS, margins),
+        (MetricId::REWARDS_CHOSEN, rewards.chosen),
+        (MetricId::REWARDS_REJECTED, rewards.rejected),
     ]
 }
 
@@ -42,13 +42,13 @@ mod tests {
         };
         let got: Vec<_> = of_rewards(&rewards)
             .into_iter()
-            .map(|(name, values)| (name, read(values)))
+            .map(|(id, values)| (id, read(values)))
             .collect();
         let expected = [
-            ("reward_accuracies", vec![1.0, 0.0, 0.0]),
-            ("reward_margins", vec![1.0, 0.0, -2.0]),
-            ("rewards_chosen", vec![1.0, 0.5, -1.0]),
-            ("rewards_rejected", vec![0.0, 0.5, 1.0]),
+            (MetricId::REWARD_ACCURACIES, vec![1.0, 0.0, 0.0]),
+            (MetricId::REWARD_MARGINS, vec![1.0, 0.0, -2.0]),
+            (MetricId::REWARDS_CHOSEN, vec![1.0, 0.5, -1.0]),
+            (MetricId::REWARDS_REJECTED, vec![0.0, 0.5, 1.0]),
         ];
         assert_eq!(got, expected);
     }

@@ -8,7 +8,7 @@ use verl_algos::advantages::{
 use verl_algos::losses::{ClippedPolicyLoss, MetricSum, Objective};
 use verl_algos::rollout_correction::{
     BypassLoss, Correction, LogProbPair, Mode, RejectionRule, RolloutCorrection, RolloutWeights,
-    TrlSamplerRatio, WeightBound, WeightLevel, all_scored,
+    TrlSamplerRatio, WeightBound, all_scored,
 };
 use verl_algos::{AlgoError, Ragged};
 
@@ -148,7 +148,7 @@ fn correction_of(case: &Case, mode: Mode) -> Result<RolloutCorrection, AlgoError
         Some(_) => {
             let bound = threshold(case, "rollout_is_threshold");
             Some(RolloutWeights {
-                level: WeightLevel::parse(case.text("rollout_is"))?,
+                level: case.text("rollout_is").parse()?,
                 bound: WeightBound::parse(bound.as_deref().unwrap_or("2"))?,
                 normalize: case.flag("rollout_is_batch_normalize", false),
             })
@@ -233,7 +233,7 @@ fn bypass_loss(case: &Case, dtype: DType) -> Outcome {
         .scatter(&gradient(&leaf, &partial.loss))?;
     let mut answer = zero_metrics(batch.num_tokens());
     for metric in partial.read_metrics()? {
-        answer.insert(metric.name.to_owned(), json(MetricSum::value(&metric)));
+        answer.insert(metric.name().to_owned(), json(MetricSum::value(&metric)));
     }
     answer.insert("loss".to_owned(), json(read(partial.loss)[0]));
     answer.insert("grad_log_probs".to_owned(), json_rows(&gradient));
@@ -243,7 +243,7 @@ fn bypass_loss(case: &Case, dtype: DType) -> Outcome {
 fn trl_sampler_ratio(case: &Case) -> Outcome {
     let mode = case.text_or("mode", "sequence_mask");
     let clip_max = case.number_or("clip_max", TrlSamplerRatio::default().clip_max);
-    let ratio = TrlSamplerRatio::parse(mode, case.number("clip_min"), clip_max)?;
+    let ratio = TrlSamplerRatio::named(mode.parse()?, case.number("clip_min"), clip_max)?;
     // TRL has no other marker for a token that the sampler did not score.
     let rollout = case.rows("rollout_log_probs").expect("log-probs");
     let rollout = rollout.map(|_, _, l| (!l.is_nan()).then_some(l));

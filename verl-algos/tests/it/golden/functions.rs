@@ -6,12 +6,12 @@ use verl_algos::advantages::{
     AdvantageEstimator, AdvantageInputs, ESTIMATORS, Gae, Gpg, Grpo, GrpoPassK, Opo, ReMax,
     ReinforcePlusPlus, ReinforcePlusPlusBaseline, Rloo,
 };
-use verl_algos::kl::{KlEstimator, kl_in_reward};
+use verl_algos::kl::{KlEstimator, KlEstimatorName, kl_in_reward};
 use verl_algos::kl_control::KlController;
 use verl_algos::log_probs::{entropy_from_logits, log_probs_from_logits};
 use verl_algos::losses::{
-    CispoLoss, ClippedPolicyLoss, GpgLoss, GspoLoss, KlLoss, MetricSum, Objective, PerToken,
-    PreparedTokens, TokenLoss,
+    CispoLoss, ClippedPolicyLoss, GpgLoss, GspoLoss, KlLoss, MetricId, MetricSum, Objective,
+    PerToken, PreparedTokens, TokenLoss,
 };
 use verl_algos::{Aggregation, AlgoError, Counts, MicroBatch, MiniBatch, Ragged, masked};
 
@@ -167,7 +167,10 @@ pub fn aggregation(case: &Case) -> Result<Aggregation, AlgoError> {
         "gspo" => "seq-mean-token-mean",
         _ => "token-mean",
     };
-    Aggregation::parse(case.text_or("loss_agg_mode", default), Some(factor))
+    Aggregation::named(
+        case.text_or("loss_agg_mode", default).parse()?,
+        Some(factor),
+    )
 }
 
 pub fn mini_batch(case: &Case) -> MiniBatch {
@@ -250,7 +253,7 @@ pub fn evaluate(
     let grad = json_rows(&mask.scatter(&grad)?);
     let mut answer = zero_metrics(values.len());
     for metric in metrics {
-        answer.insert(metric.name.to_owned(), json(metric.value()));
+        answer.insert(metric.name().to_owned(), json(metric.value()));
     }
     answer.insert("loss".to_owned(), total.clone());
     answer.insert("value".to_owned(), total);
@@ -307,8 +310,8 @@ fn vanilla(case: &Case, dtype: DType) -> Outcome {
 struct Given;
 
 impl TokenLoss for Given {
-    fn name(&self) -> &'static str {
-        "given"
+    fn id(&self) -> MetricId {
+        MetricId::new("given")
     }
 
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
@@ -325,8 +328,13 @@ fn agg_loss(case: &Case, dtype: DType) -> Outcome {
 
 // ---- KL
 
+fn kl_estimator(case: &Case) -> Result<KlEstimator, AlgoError> {
+    let name: KlEstimatorName = case.text_or("kl_penalty", "kl").parse()?;
+    Ok(name.into())
+}
+
 fn kl_penalty(case: &Case, dtype: DType) -> Outcome {
-    let estimator = KlEstimator::parse(case.text_or("kl_penalty", "kl"))?;
+    let estimator = kl_estimator(case)?;
     let mut answer = token_loss(case, dtype, "log_probs", KlLoss { estimator })?;
     let log_probs = case.packed("log_probs").expect("log-probs");
     let reference = case.packed("ref_log_probs").expect("log-probs");
@@ -352,7 +360,7 @@ fn reward_with_kl(case: &Case) -> Outcome {
         &rows("old_log_probs"),
         &rows("ref_log_probs"),
         &case.mask(),
-        KlEstimator::parse(case.text_or("kl_penalty", "kl"))?,
+        kl_estimator(case)?,
         controller.coef(),
     )?;
     controller.update(result.reported_kl, result.num_sequences)?;

@@ -150,7 +150,7 @@ fn ilql(case: &Case, dtype: DType) -> Outcome {
         ("loss_cql", "cql_loss"),
         ("loss_awac", "awac_loss"),
     ] {
-        let metric = metrics.iter().find(|m| m.name == name);
+        let metric = metrics.iter().find(|m| m.name() == name);
         answer.insert(key.to_owned(), json(metric.map_or(0.0, MetricSum::value)));
     }
     answer.insert("loss".to_owned(), json(total));

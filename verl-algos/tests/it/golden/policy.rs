@@ -1,13 +1,13 @@
 //! Policy and value losses, verl's and TRL's.
 
 use burn::tensor::DType;
-use verl_algos::kl::KlEstimator;
+use verl_algos::kl::{KlEstimator, KlEstimatorName};
 use verl_algos::losses::{
     CispoLoss, ClipCovLoss, DppoLoss, DroLoss, GmpoLoss, ImportanceKlLoss, KlCovLoss, KlLoss,
     Objective, OffPolicyRows, RatioLevel, SapoLoss, TokenFilter, TokenLoss, TopEntropyBonus,
     TopEntropyTokens, TrlGrpoLoss, ValueLoss, VespoLoss,
 };
-use verl_algos::{Aggregation, AlgoError, Counts, MiniBatch};
+use verl_algos::{Aggregation, AggregationName, AlgoError, Counts, MiniBatch};
 
 use super::cases::{Answer, Case, json};
 use super::functions::{Outcome, aggregation, clips, evaluate, mini_batch, token_loss};
@@ -176,15 +176,15 @@ fn trl_batch(case: &Case) -> MiniBatch {
 
 fn trl_aggregation(case: &Case) -> Result<Aggregation, AlgoError> {
     let name = match case.function.as_str() {
-        "trl_bnpo" | "trl_dapo" | "trl_cispo" | "trl_vespo" => "token-mean",
-        "trl_dr_grpo" => "seq-mean-token-sum-norm",
-        "trl_luspo" => "seq-mean-token-sum",
-        _ => "seq-mean-token-mean",
+        "trl_bnpo" | "trl_dapo" | "trl_cispo" | "trl_vespo" => AggregationName::TokenMean,
+        "trl_dr_grpo" => AggregationName::SeqMeanTokenSumNorm,
+        "trl_luspo" => AggregationName::SeqMeanTokenSum,
+        _ => AggregationName::SeqMeanTokenMean,
     };
     // If the case has no maximum, rows are as wide as the arrays.
     let width = case.mask().rows().map(<[bool]>::len).max().unwrap_or(1);
     let longest = case.number_or("max_completion_length", width as f64);
-    Aggregation::parse(name, Some(longest))
+    Aggregation::named(name, Some(longest))
 }
 
 fn level(case: &Case) -> Result<RatioLevel, AlgoError> {
@@ -213,7 +213,7 @@ fn vespo(case: &Case) -> VespoLoss {
 }
 
 fn kl(case: &Case) -> Result<Box<dyn TokenLoss>, AlgoError> {
-    let estimator = KlEstimator::parse("k3_unclamped")?;
+    let estimator = KlEstimator::from(KlEstimatorName::K3Unclamped);
     if case.flag("use_bias_correction_kl", false) {
         let level = level(case)?;
         return Ok(Box::new(ImportanceKlLoss { estimator, level }));

@@ -8,7 +8,7 @@ use serde_json::Value;
 use verl_algos::log_probs::log_probs_from_logits;
 use verl_algos::losses::{
     Cpo, CpoLoss, Dpo, FDivergence, Kto, MetricSum, Objective, OrpoOdds, PreferenceLoss,
-    RewardModelLoss, RowLoss, kl_baseline, orpo,
+    PreferenceLossName, RewardModelLoss, RowLoss, kl_baseline, orpo,
 };
 use verl_algos::{Aggregation, AlgoError, Counts, CutUnit, MicroBatch, MiniBatch, Ragged, masked};
 
@@ -52,7 +52,7 @@ struct Evaluated {
 
 impl Evaluated {
     fn metric(&self, name: &str) -> Option<Value> {
-        let found = self.metrics.iter().find(|m| m.name == name)?;
+        let found = self.metrics.iter().find(|m| m.name() == name)?;
         Some(json(found.value()))
     }
 
@@ -207,7 +207,7 @@ fn dpo(case: &Case, dtype: DType) -> Outcome {
 /// The loss of a case, or its mixture.
 fn dpo_objective(case: &Case) -> Result<Objective, AlgoError> {
     let divergence = match case.get("f_divergence") {
-        Some(_) => FDivergence::parse(case.text("f_divergence"), case.number("alpha"))?,
+        Some(_) => FDivergence::named(case.text("f_divergence").parse()?, case.number("alpha"))?,
         None => FDivergence::default(),
     };
     let dpo = Dpo {
@@ -218,8 +218,8 @@ fn dpo_objective(case: &Case) -> Result<Objective, AlgoError> {
         ..Dpo::default()
     };
     let named = |name: &Value| -> Result<PreferenceLoss, AlgoError> {
-        let loss = PreferenceLoss::parse(name.as_str().expect("a name"))?;
-        let loss = match loss {
+        let name: PreferenceLossName = name.as_str().expect("a name").parse()?;
+        let loss = match PreferenceLoss::from(name) {
             PreferenceLoss::DiscoPop { tau } => PreferenceLoss::DiscoPop {
                 tau: case.number_or("discopop_tau", tau),
             },

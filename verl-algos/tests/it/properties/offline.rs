@@ -4,7 +4,8 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use proptest::prelude::*;
 use verl_algos::ilql::{IlqlBatch, IlqlLoss, IlqlMicroBatch};
 use verl_algos::losses::{
-    DistillationBatch, DistillationLoss, DistillationMicroBatch, Divergence, MetricSum, Tail,
+    DistillationBatch, DistillationLoss, DistillationMicroBatch, Divergence, DivergenceName,
+    MetricSum, Tail,
 };
 use verl_algos::{Aggregation, Counts, Ragged};
 
@@ -165,7 +166,7 @@ proptest! {
             close(&[cut.0], &[whole.0]);
             close(&cut.1.concat(), &whole.1.concat());
             for m in &whole.2 {
-                close(&[metric(&cut.2, m.name)], &[m.value()]);
+                close(&[metric(&cut.2, m.name())], &[m.value()]);
             }
         }
     }
@@ -268,19 +269,18 @@ fn lessons() -> impl Strategy<Value = Lesson> {
 }
 
 fn divergences() -> impl Iterator<Item = Divergence> {
-    let names = Divergence::NAMES.iter();
-    names.flat_map(move |name| {
-        let betas: &[f64] = match *name {
-            "jensen_shannon" => &[0.1, 0.5, 0.8],
+    DivergenceName::ALL.iter().flat_map(|name| {
+        let betas: &[f64] = match name {
+            DivergenceName::JensenShannon => &[0.1, 0.5, 0.8],
             _ => &[0.5],
         };
-        let parse = |beta: &f64| Divergence::parse(name, Some(*beta)).unwrap();
-        betas.iter().map(parse)
+        let named = |beta: &f64| Divergence::named(*name, Some(*beta)).unwrap();
+        betas.iter().map(named)
     })
 }
 
 fn tails() -> impl Iterator<Item = Tail> {
-    Tail::NAMES.iter().map(|name| Tail::parse(name).unwrap())
+    Tail::ALL.iter().copied()
 }
 
 fn constant(values: &[f64]) -> Tensor<2> {
@@ -402,7 +402,7 @@ proptest! {
                     close(&[cut.0], &[whole.0]);
                     close(&cut.1, &whole.1);
                     for m in &whole.2 {
-                        close(&[metric(&cut.2, m.name)], &[m.value()]);
+                        close(&[metric(&cut.2, m.name())], &[m.value()]);
                     }
                 }
             }

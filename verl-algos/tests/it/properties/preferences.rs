@@ -5,7 +5,8 @@
 use burn::tensor::Tensor;
 use proptest::prelude::*;
 use verl_algos::losses::{
-    Dpo, FDivergence, MetricSum, Objective, PREFERENCE_LOSSES, PreferenceLoss, RowLoss,
+    Dpo, FDivergence, MetricSum, Objective, PREFERENCE_LOSSES, PreferenceLoss, PreferenceLossName,
+    RowLoss,
 };
 use verl_algos::{Aggregation, Counts, CutUnit, MicroBatch, MiniBatch, Ragged};
 
@@ -170,8 +171,8 @@ fn same(got: &Evaluated, expected: &Evaluated) {
     close(&[got.0], &[expected.0]);
     close(&got.1, &expected.1);
     for m in &expected.2 {
-        let value = metric(&got.2, m.name);
-        assert!((value - m.value()).abs() < TOLERANCE, "{}", m.name);
+        let value = metric(&got.2, m.name());
+        assert!((value - m.value()).abs() < TOLERANCE, "{}", m.name());
     }
 }
 
@@ -337,7 +338,8 @@ proptest! {
         }
         let log_2 = 0.7 * 2f64.ln();
         for name in ["aot", "aot_unpaired", "cdpo", "robust", "sigmoid", "sigmoid_norm"] {
-            let loss = Dpo::new(PreferenceLoss::parse(name).unwrap());
+            let name: PreferenceLossName = name.parse().unwrap();
+            let loss = Dpo::new(name.into());
             let (value, _, _) = pairs.whole(&objective(Box::new(loss)));
             prop_assert!((value - log_2).abs() < TOLERANCE, "{}: {}", name, value);
         }

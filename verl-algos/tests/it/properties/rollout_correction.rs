@@ -3,8 +3,8 @@
 use proptest::prelude::*;
 use verl_algos::CutUnit;
 use verl_algos::rollout_correction::{
-    Correction, LogProbPair, PRESETS, RejectionRule, RolloutCorrection, RolloutWeights,
-    WeightBound, WeightLevel,
+    Correction, LogProbPair, Preset, RejectionRule, RejectionRuleName, RolloutCorrection,
+    RolloutWeights, WeightBound, WeightLevel,
 };
 
 use super::rows::{Rows, TokenInputs, rows};
@@ -12,9 +12,9 @@ use super::{TOLERANCE, close};
 
 /// Every preset, and every rule with normalised weights of each level and bound.
 pub(crate) fn corrections() -> Vec<RolloutCorrection> {
-    let presets = PRESETS.iter().map(|(_, make)| make());
-    let rule = |name: &str| {
-        let (level, bound) = match name.starts_with("token") {
+    let presets = Preset::ALL.iter().map(|preset| (*preset).into());
+    let rule = |name: &RejectionRuleName| {
+        let (level, bound) = match name.as_str().starts_with("token") {
             true => (
                 WeightLevel::Token,
                 WeightBound::Band {
@@ -30,12 +30,12 @@ pub(crate) fn corrections() -> Vec<RolloutCorrection> {
                 bound,
                 normalize: true,
             }),
-            rejection: vec![RejectionRule::parse(name, "1.3").unwrap()],
+            rejection: vec![RejectionRule::named(*name, "1.3").unwrap()],
             ..RolloutCorrection::default()
         }
     };
     presets
-        .chain(RejectionRule::names().into_iter().map(rule))
+        .chain(RejectionRuleName::ALL.iter().map(rule))
         .collect()
 }
 

@@ -6,15 +6,15 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::Value;
+use verl_declare::registry::Registry;
+use verl_trace::compare::{
+    Change, Changes, RunDiff, changed, diff_settings, diff_stats, diff_step, shown,
+};
+use verl_trace::files::Conditions;
+use verl_trace::replay::TracedRun;
+use verl_trace::text::count;
 
 use super::{DIFFERS, Failure, NOTHING, SAME, write, write_json};
-use crate::registry::Registry;
-use crate::trace::changes::{Change, Changes, changed, shown};
-use crate::trace::conditions::Conditions;
-use crate::trace::diff::{RunDiff, diff_settings, diff_step};
-use crate::trace::diff_stats::diff_stats;
-use crate::trace::text::count;
-use crate::trace::traced_run::TracedRun;
 
 /// Arguments of `pipe debug diff`.
 #[derive(Debug, Clone, Args)]

@@ -6,21 +6,18 @@ use std::path::Path;
 
 use clap::Args;
 use serde_json::{Value, json};
+use verl_declare::registry::Registry;
+use verl_rules::Anomaly;
+use verl_run::runner::Run;
+use verl_trace::compare::Changes;
+use verl_trace::files::{DamagedFile, ranges};
+use verl_trace::replay::{
+    CheckedStep, Fault, FirstBad, InspectError, ReplayError, Replayer, TracedRun, changed_setting,
+    changes_since, check_step, damaged_fault, first_fault_of_stats, stopped_fault,
+};
+use verl_trace::text::{count, shell_word};
 
 use super::{DIFFERS, Failure, RunArg, SAME, write, write_json, write_notes};
-use crate::registry::Registry;
-use crate::run::runner::Run;
-use crate::trace::changes::Changes;
-use crate::trace::first_bad::{Fault, FirstBad, Looked, damaged_fault, look};
-use crate::trace::first_changed::changed_setting;
-use crate::trace::look::shell_word;
-use crate::trace::replay::{ReplayError, Replayer, changes_since};
-use crate::trace::rules::Anomaly;
-use crate::trace::stats_faults::first_fault_of_stats;
-use crate::trace::stopped::stopped_fault;
-use crate::trace::store::{DamagedFile, ranges};
-use crate::trace::text::count;
-use crate::trace::traced_run::{InspectError, TracedRun};
 
 /// Arguments of `pipe debug first-bad`.
 #[derive(Debug, Clone, Args)]
@@ -238,7 +235,7 @@ fn inspect_step(
         false => inspection.damaged.extend(recorded.damaged.iter().cloned()),
     }
     let Some(replayer) = replayer else {
-        return Ok(look(schedule, &recorded, None)?.bad);
+        return Ok(check_step(schedule, &recorded, None)?.bad);
     };
     match traced.state_before(step) {
         Ok(state) => recorded.state = Some(state),
@@ -251,22 +248,22 @@ fn inspect_step(
                 stage: None,
                 error,
             });
-            return Ok(look(schedule, &recorded, None)?.bad);
+            return Ok(check_step(schedule, &recorded, None)?.bad);
         }
     }
-    match look(schedule, &recorded, Some(replayer)) {
+    match check_step(schedule, &recorded, Some(replayer)) {
         Err(error @ (ReplayError::NoState { .. } | ReplayError::NotRecorded { .. })) => {
             inspection
                 .notes
                 .push(format!("step {step} was not run again: {error}"));
-            Ok(look(schedule, &recorded, None)?.bad)
+            Ok(check_step(schedule, &recorded, None)?.bad)
         }
-        looked => {
-            let Looked {
+        checked => {
+            let CheckedStep {
                 bad,
                 again,
                 skipped,
-            } = looked?;
+            } = checked?;
             inspection.again += again;
             inspection.skipped.add(step, skipped);
             Ok(bad)
@@ -318,8 +315,8 @@ fn report_fault(
         return Ok(());
     }
     // A rule on metrics names a group of metrics, which is not a stage.
-    let stages = &traced.schedule().plan.stages;
-    let stage = match stages.iter().any(|stage| stage.name == bad.stage) {
+    let stages = traced.schedule().plan().stages();
+    let stage = match stages.iter().any(|stage| stage.name() == bad.stage) {
         true => format!(" --stage {}", bad.stage),
         false => String::new(),
     };

@@ -14,11 +14,12 @@ use std::path::PathBuf;
 
 use clap::Subcommand;
 use serde::Serialize;
+use verl_declare::registry::Registry;
+use verl_trace::replay::InspectError;
+use verl_view::ServeError;
+use verl_words::diagnostic::Findings;
 
 use super::json_error::{JsonError, json_findings};
-use crate::diagnostic::Findings;
-use crate::registry::Registry;
-use crate::trace::traced_run::InspectError;
 
 pub use diff::DiffArgs;
 pub use first_bad::FirstBadArgs;
@@ -100,6 +101,10 @@ pub fn debug(command: &Debug, registry: &Registry, out: &mut dyn Write) -> io::R
                 _ => NOTHING,
             })
         }
+        Err(Failure::Serve(error)) => {
+            writeln!(out, "error[{}]: {error}", error.code())?;
+            Ok(NOTHING)
+        }
         Err(Failure::Nothing(what)) => {
             match json {
                 true => JsonError::new(NOT_RECORDED, what, RECORD_SOME).write(out)?,
@@ -161,6 +166,8 @@ fn json_error(error: &InspectError) -> JsonError {
 /// Why a command has no result.
 enum Failure {
     Look(InspectError),
+    /// The page cannot be served; the command has no JSON output.
+    Serve(ServeError),
     /// The run can be read, but nothing that the command needs was recorded.
     Nothing(&'static str),
     Write(io::Error),

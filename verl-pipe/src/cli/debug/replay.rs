@@ -3,11 +3,10 @@
 use std::io::Write;
 
 use clap::Args;
+use verl_declare::registry::Registry;
+use verl_trace::replay::{InspectError, ReplayError, ReplayScope, Replayer, TracedRun};
 
 use super::{DIFFERS, Failure, NOTHING, RunArg, SAME, write, write_json};
-use crate::registry::Registry;
-use crate::trace::replay::{ReplayError, ReplayScope, Replayer};
-use crate::trace::traced_run::{InspectError, TracedRun};
 
 /// Arguments of `pipe debug replay`.
 #[derive(Debug, Clone, Args)]

@@ -4,11 +4,11 @@ use std::io::Write;
 
 use clap::Args;
 use serde_json::Value;
+use verl_run::stall::StallReport;
+use verl_trace::replay::InspectError;
+use verl_train::folder_lock::{ABANDONED, Process, process_of};
 
 use super::{DIFFERS, Failure, NOTHING, RunArg, SAME, write, write_json};
-use crate::run::folder_lock::{ABANDONED, Process, process_of};
-use crate::run::stall::StallReport;
-use crate::trace::traced_run::InspectError;
 
 const UNKNOWN: &str = "it is unknown whether the run is in progress, as status.json says: its process locks metrics.jsonl, \
      which is missing or cannot be checked for a lock on this system";

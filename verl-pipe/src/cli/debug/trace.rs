@@ -3,14 +3,13 @@
 use std::io::Write;
 
 use clap::Args;
+use verl_declare::registry::Registry;
+use verl_trace::replay::{InspectError, ReplayScope, TracedRun, find_stage};
+use verl_trace::show::{ShownStep, step_summary};
+use verl_words::batch::RowId;
 
 use super::replay::replay_step;
 use super::{Failure, RunArg, SAME, write, write_json, write_notes};
-use crate::batch::RowId;
-use crate::registry::Registry;
-use crate::trace::replay::{ReplayScope, find_stage};
-use crate::trace::show::{StepView, step_summary};
-use crate::trace::traced_run::{InspectError, TracedRun};
 
 /// Arguments of `pipe debug trace`.
 #[derive(Debug, Clone, Args)]
@@ -65,12 +64,12 @@ pub(super) fn trace(
         return Err(error.clone().into());
     }
     let stage = find_stage(schedule, &recorded, name)?;
-    let view = StepView::new(schedule, &recorded);
+    let view = ShownStep::new(schedule, &recorded);
     let words = traced.token_texts(stage);
     let notes = || {
         let altered = recorded.altered.iter().filter(|key| key.stage == *name);
         let altered = altered.map(|key| format!("{}: {}", key.side.as_str(), key.what(step)));
-        let unread = words.is_none() && !schedule.plan.models.is_empty();
+        let unread = words.is_none() && !schedule.plan().models().is_empty();
         let unread = unread.then(|| {
             "tokens are shown as ids because no tokenizer of the run's models can be read"
                 .to_owned()

@@ -4,15 +4,13 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::Args;
+use verl_declare::registry::Registry;
+use verl_run::interrupt::on_ctrl_c;
+use verl_trace::files::{TraceError, write_atomically};
+use verl_trace::text::count;
+use verl_view::{Page, Server, ViewOptions, page};
 
 use super::{Failure, RunArg, write};
-use crate::registry::Registry;
-use crate::run::interrupt::on_ctrl_c;
-use crate::trace::error::TraceError;
-use crate::trace::partial::write_atomically;
-use crate::trace::text::count;
-use crate::trace::traced_run::InspectError;
-use crate::view::{Page, Server, ViewOptions, page};
 
 /// Arguments of `pipe debug view`.
 #[derive(Debug, Clone, Args)]
@@ -71,7 +69,7 @@ pub(super) fn view(
     let Some(port) = args.serve else {
         return Ok(0);
     };
-    let server = Server::listen(port).map_err(InspectError::Serve)?;
+    let server = Server::listen(port).map_err(Failure::Serve)?;
     on_ctrl_c(server.stopper()).map_err(Failure::Write)?;
     let address = server.address();
     write(

@@ -1,12 +1,12 @@
 //! The page of one concrete pipeline.
 
 use serde_json::{Value, json};
+use verl_words::stage::{Access, Cardinality};
 
 use super::Page;
 use super::keys::distribution;
 use super::words::sentence;
 use crate::schema::edges::{DimOfPipeline, EdgeOfPipeline, PipelineEdges, StageOfPipeline};
-use crate::stage::{Access, Cardinality};
 
 /// The page of one concrete pipeline.
 pub fn edges_page(edges: &PipelineEdges) -> String {

@@ -1,10 +1,10 @@
 //! Settings of a kind and fields of a file: each with its type, default, unit and meaning.
 
 use serde_json::{Map, Value};
+use verl_words::stage::STAGE;
 
 use super::words::{inline, list, sentence, text, ticked};
 use super::{NOTE, Page};
-use crate::run::records::STAGE;
 use crate::schema::declared::{definition, words};
 use crate::schema::run_folder::ANY_STAGE;
 

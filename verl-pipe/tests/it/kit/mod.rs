@@ -202,8 +202,10 @@ pub struct Optimizer {
 impl ModelConfig for Decoder {
     const KIND: &'static str = "decoder";
     const SUMMARY: &'static str = "a stand-in for a decoder";
+}
 
-    fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
+impl DeviceSupport for Decoder {
+    fn check(&self, device: &str) -> Result<(), DeviceRefusal> {
         match self.path.as_str() {
             "for_newer_devices" => Err(DeviceRefusal::Unusable(format!(
                 "`{device}` has compute capability 7.5; 8.0 is required"
@@ -212,12 +214,18 @@ impl ModelConfig for Decoder {
         }
     }
 
-    fn device_memory(&self, _: &str) -> Option<u64> {
+    fn memory(&self, _: &str) -> Option<u64> {
         match self.path.as_str() {
             "on_a_small_device" => Some(8 << 30),
             "on_a_large_device" => Some(80 << 30),
             _ => None,
         }
+    }
+}
+
+impl ModelFactory for Decoder {
+    fn devices(&self) -> &dyn DeviceSupport {
+        self
     }
 
     fn describe(&self, _: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
@@ -286,7 +294,9 @@ pub struct Critic {
 impl ModelConfig for Critic {
     const KIND: &'static str = "value_model";
     const SUMMARY: &'static str = "a stand-in for a critic";
+}
 
+impl ModelFactory for Critic {
     fn describe(&self, _: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         Ok(ModelInfo {
             role: "value model",
@@ -380,7 +390,7 @@ pub fn trained() -> Decoder {
     }
 }
 
-/// GRPO: 60 prompts × 12 samples on 6 devices, two of them a rollout engine.
+/// GRPO: 60 prompts × 12 samples on one device.
 pub fn grpo() -> DataPipe {
     let reference = LogProbs {
         model: "ref".to_owned(),
@@ -405,8 +415,8 @@ pub fn grpo() -> DataPipe {
             epochs: 1,
         })
         .devices(DevicesConfig {
-            group: "cuda:0-5".to_owned(),
-            rollout_tensor_parallel: 2,
+            group: "cuda:0".to_owned(),
+            ..DevicesConfig::default()
         })
         .data(
             "train",

@@ -5,7 +5,7 @@ use arrow_array::cast::AsArray;
 use arrow_array::{Array, ArrayRef};
 use arrow_schema::{DataType, Fields};
 use serde_json::Value;
-use verl_pipe::data::find_column;
+use verl_words::data::find_column;
 
 use super::values::json;
 

@@ -325,17 +325,17 @@ fn rows_of_verl_are_prompts_with_answers() {
         answer: "reward_model.ground_truth".to_owned(),
         ..PromptFormat::default()
     };
-    let glance = |format: &PromptFormat| format.glance(&Row::read(&data, 0).unwrap(), None, true);
+    let measure = |format: &PromptFormat| format.measure(&Row::read(&data, 0).unwrap(), None, true);
     // user, 1+1, assistant, 2
-    assert_eq!(glance(&format).unwrap(), 4 + 3 + 9 + 1);
+    assert_eq!(measure(&format).unwrap(), 4 + 3 + 9 + 1);
     format.answer = "ground_truth".to_owned();
-    let error = glance(&format).unwrap_err().to_string();
+    let error = measure(&format).unwrap_err().to_string();
     assert!(
         error.contains("did you mean `reward_model.ground_truth`? the row has `prompt`, `reward_model`, `image`"),
         "{error}"
     );
     format.answer = "image".to_owned();
-    let error = glance(&format).unwrap_err().to_string();
+    let error = measure(&format).unwrap_err().to_string();
     assert!(error.contains("column `image` contains bytes"), "{error}");
 }
 
@@ -363,7 +363,7 @@ fn the_start_of_a_file_is_its_first_row_groups() {
     assert_eq!(data.len(), 2);
     assert_eq!(data.value(1, "text").unwrap(), Some(Value::Null));
     assert!(data.value(2, "text").is_err());
-    assert!(ParquetRows::open_start(&path).unwrap().is_whole);
+    assert!(ParquetRows::open_start(&path).unwrap().is_complete);
 }
 
 /// The codec byte of an uncompressed column chunk's metadata is set to Zstandard's, as another writer would set it: this

@@ -16,7 +16,12 @@ impl Comparison {
         };
         match (reference, answer) {
             (Expr::Relation(left, signs), Expr::Relation(right, others)) => {
-                self.same_relation((left, signs), (right, others))
+                let relation = Relation { sides: left, signs };
+                let answer = Relation {
+                    sides: right,
+                    signs: others,
+                };
+                self.same_relation(relation, answer)
             }
             (Expr::Relation(..), set) if is_set(set) => self.same_real_set(reference, answer),
             (Expr::Relation(..), _) | (_, Expr::Relation(..)) => false,
@@ -112,19 +117,9 @@ impl Comparison {
                 .all(|other| items.iter().any(|item| self.answers(item, other)))
     }
 
-    fn same_relation(
-        &self,
-        (left, signs): (&[Expr], &[Sign]),
-        (right, others): (&[Expr], &[Sign]),
-    ) -> bool {
-        let links = |sides: &[Expr], signs: &[Sign]| -> Vec<(Expr, Sign, Expr)> {
-            let pairs = sides.windows(2).zip(signs);
-            pairs
-                .map(|(pair, sign)| (pair[0].clone(), *sign, pair[1].clone()))
-                .collect()
-        };
-        let (links, mut answer_links) = (links(left, signs), links(right, others));
-        let all = |others: &[(Expr, Sign, Expr)]| {
+    fn same_relation(&self, relation: Relation<'_>, answer: Relation<'_>) -> bool {
+        let (links, mut answer_links) = (relation.links(), answer.links());
+        let all = |others: &[Link]| {
             links.len() == others.len()
                 && links.iter().zip(others).all(|(a, b)| self.same_link(a, b))
         };
@@ -132,9 +127,7 @@ impl Comparison {
             return true;
         }
         answer_links.reverse();
-        let relation =
-            |sides: &[Expr], signs: &[Sign]| Expr::Relation(sides.to_vec(), signs.to_vec());
-        let (a, b) = (relation(left, signs), relation(right, others));
+        let (a, b) = (relation.expr(), answer.expr());
         let same_variables = {
             let (mut names, mut other_names) = (Vec::new(), Vec::new());
             a.symbols(&mut names);
@@ -145,11 +138,17 @@ impl Comparison {
     }
 
     /// Whether two relations of two sides each are the same up to a factor of both sides.
-    fn same_link(
-        &self,
-        (a, sign, b): &(Expr, Sign, Expr),
-        (c, other, d): &(Expr, Sign, Expr),
-    ) -> bool {
+    fn same_link(&self, link: &Link, answer: &Link) -> bool {
+        let Link {
+            left: a,
+            sign,
+            right: b,
+        } = link;
+        let Link {
+            left: c,
+            sign: other,
+            right: d,
+        } = answer;
         let scalar = |x: &Expr, y: &Expr| x.is_scalar() && y.is_scalar();
         if !scalar(a, b) || !scalar(c, d) {
             return sign == other && self.answers(a, c) && self.answers(b, d);
@@ -166,6 +165,36 @@ impl Comparison {
                 None => false,
             }
     }
+}
+
+/// Sides, and the sign between each side and the next.
+#[derive(Clone, Copy)]
+struct Relation<'a> {
+    sides: &'a [Expr],
+    signs: &'a [Sign],
+}
+
+impl Relation<'_> {
+    fn links(self) -> Vec<Link> {
+        let pairs = self.sides.windows(2).zip(self.signs);
+        let link = |(pair, sign): (&[Expr], &Sign)| Link {
+            left: pair[0].clone(),
+            sign: *sign,
+            right: pair[1].clone(),
+        };
+        pairs.map(link).collect()
+    }
+
+    fn expr(self) -> Expr {
+        Expr::Relation(self.sides.to_vec(), self.signs.to_vec())
+    }
+}
+
+/// Two neighbouring sides of a relation.
+struct Link {
+    left: Expr,
+    sign: Sign,
+    right: Expr,
 }
 
 /// The sides of an equation.

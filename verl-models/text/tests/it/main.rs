@@ -1,0 +1,5 @@
+//! Compares tokenizers and targets with `transformers`.
+
+mod addition_tokenizer;
+mod special_tokens;
+mod targets;
