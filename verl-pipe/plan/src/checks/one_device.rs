@@ -14,6 +14,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             "group",
             format!("`{}` contains {count} devices", devices.group),
             count,
+            "set `group` to a single device, such as `cuda:0`",
         ),
         (
             "rollout_tensor_parallel",
@@ -22,14 +23,18 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
                 devices.rollout_tensor_parallel
             ),
             devices.rollout_tensor_parallel,
+            "remove `rollout_tensor_parallel`",
         ),
     ];
-    for (setting, why, _) in refusals.into_iter().filter(|(_, _, count)| *count > 1) {
+    for (setting, why, count, help) in refusals {
+        if count <= 1 {
+            continue;
+        }
         findings.push(
             Diagnostic::error("S015", format!("`{setting}` requests more than one device"))
                 .at(format!("[devices] {setting}"))
                 .because(format!("{why}, but a run uses only one so far"))
-                .help("use one device: set `group` to a single one, such as `cuda:0`, and remove `rollout_tensor_parallel`"),
+                .help(help),
         );
     }
 }
