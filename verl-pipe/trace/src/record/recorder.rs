@@ -14,7 +14,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crossbeam_channel::{RecvTimeoutError, SendTimeoutError, Sender, TrySendError, bounded};
+use crossbeam_channel::{
+    Receiver, RecvTimeoutError, SendTimeoutError, Sender, TrySendError, bounded,
+};
 use verl_plan::schedule::placement::Schedule;
 use verl_rules::config::{TraceConfig, TraceWeights, bytes_of};
 use verl_rules::format::{FORMAT, Side};
@@ -182,6 +184,7 @@ impl Recorder {
                     tracing::error!(
                         "trace: its thread panicked: {message}; the run continues without rules and without recording"
                     );
+                    drop_requests(&inbox);
                 }
             })
             .map_err(|e| TraceError::file("start a thread for", &layout.dir, e))?;
@@ -459,6 +462,17 @@ impl Recorder {
     }
 }
 
+/// Drops the messages to a thread that no longer records, those in the queue and later ones, until the recorder is
+/// closed. A queue keeps its messages when its receiver is dropped, and whoever sent a request would wait for the reply
+/// until the deadline.
+fn drop_requests(inbox: &Receiver<Message>) {
+    while let Ok(message) = inbox.recv() {
+        if matches!(message, Message::Close(_)) {
+            break;
+        }
+    }
+}
+
 impl Tap for Recorder {
     fn step_begin(&self, step: u64) {
         self.step.store(step, Ordering::Relaxed);
@@ -553,5 +567,49 @@ mod tests {
         assert!(write(1).is_some());
         recorder.used.store(1 << 20, Ordering::Relaxed);
         assert_eq!(write(2), None);
+    }
+
+    #[test]
+    fn requests_in_the_queue_of_a_thread_that_panics_are_answered() {
+        struct Broken(crossbeam_channel::Receiver<()>);
+        impl Rule for Broken {
+            fn name(&self) -> &str {
+                "broken"
+            }
+            fn severity(&self) -> verl_rules::RuleSeverity {
+                verl_rules::RuleSeverity::Warn
+            }
+            fn limit(&self) -> f64 {
+                0.0
+            }
+            fn advice(&self) -> &str {
+                "fix it"
+            }
+            fn after_step(
+                &mut self,
+                _: &verl_rules::MetricsView<'_>,
+                _: f64,
+            ) -> Vec<verl_rules::Hit> {
+                let _ = self.0.recv();
+                panic!("a rule without a unit")
+            }
+        }
+        let temp = tempfile::tempdir().expect("a folder");
+        let (queued, is_queued) = bounded(1);
+        let pipe = DataPipe::new("p").rule(move || Broken(is_queued.clone()));
+        let schedule = pipe.plan().expect("a plan").schedule().expect("places");
+        let recorder = Recorder::start(temp.path(), &schedule).expect("starts");
+        let recorder = recorder.expect("records");
+        recorder.step_begin(1);
+        recorder.metrics(&StepMetrics {
+            step: 1,
+            ..StepMetrics::default()
+        });
+        let (reply, answer) = bounded(1);
+        recorder.send(Message::Sync(reply));
+        queued.send(()).expect("the rule waits");
+        assert_eq!(answer.recv(), Err(crossbeam_channel::RecvError));
+        recorder.sync();
+        assert!(!recorder.abandoned.load(Ordering::Relaxed));
     }
 }
