@@ -60,7 +60,7 @@ pub struct StoredState {
 #[non_exhaustive]
 pub enum ResourceError {
     /// A snapshot that another type made.
-    #[error("the snapshot was not made by this kind of model")]
+    #[error("the snapshot was made by another run or another kind of model")]
     ForeignSnapshot,
     /// A kind of model whose state cannot be stored on disk.
     #[error(

@@ -311,7 +311,7 @@ fn load(schedule: &Schedule, group: usize, data: &OpenData) -> Result<Loaded, Ru
     let plan = schedule.plan();
     let device = &schedule.groups()[group].devices[0];
     let mut models = Models::new();
-    for decl in &plan.pipe().models {
+    for (decl, _) in schedule.models_at(group) {
         let model = decl.factory.load(&decl.name, device, plan.context());
         let model = model.map_err(|source| RunError::Load {
             name: decl.name.clone(),
