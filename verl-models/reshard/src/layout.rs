@@ -286,6 +286,23 @@ impl Layout {
         self
     }
 
+    /// The layout of some of the ranks, such as those of one replica, in the given order.
+    ///
+    /// # Panics
+    /// Panics if there is no such rank.
+    #[must_use]
+    pub fn subset(&self, ranks: &[usize]) -> Self {
+        let of_tensor = |shards: &Vec<Option<Shard>>| {
+            let own = ranks.iter().map(|&rank| shards[rank].clone());
+            own.collect()
+        };
+        Layout {
+            ranks: ranks.len(),
+            tensors: self.tensors.clone(),
+            shards: self.shards.iter().map(of_tensor).collect(),
+        }
+    }
+
     /// Number of ranks.
     #[must_use]
     pub fn ranks(&self) -> usize {

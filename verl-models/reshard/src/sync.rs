@@ -141,6 +141,16 @@ impl Sum {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SyncError {
+    /// A tensor of a type that cannot be sent.
+    #[error(
+        "`{tensor}` has weights of type {element}, which cannot be sent; load the model in f32, bf16 or f16"
+    )]
+    Element {
+        /// The tensor.
+        tensor: String,
+        /// Its type.
+        element: String,
+    },
     /// A bucket size that is too small for a cell.
     #[error("buckets of {bytes} bytes are smaller than a cell of `{tensor}`; use at least {size}")]
     BucketSize {
