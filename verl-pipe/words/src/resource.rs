@@ -15,21 +15,7 @@ use serde_json::Value;
 
 use crate::stage::ConfigError;
 
-/// Which weights: the number of optimiser steps taken and a hash of their content.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
-pub struct WeightsVersion {
-    /// Optimiser steps taken since the model was loaded.
-    pub step: u64,
-    /// Hash of the weights' bytes, in hexadecimal; empty where it was not computed.
-    pub hash: String,
-}
-
-impl fmt::Display for WeightsVersion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let short = self.hash.get(..12).unwrap_or(&self.hash);
-        write!(f, "{}@{short}", self.step)
-    }
-}
+pub use verl_reshard::WeightsVersion;
 
 /// State of a resource or a stage at one moment; what follows after restoring it is bit-equal.
 #[derive(Clone)]
