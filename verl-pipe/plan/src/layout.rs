@@ -176,6 +176,7 @@ pub(crate) fn lay_out(
         }
     }
     layout.move_homes(pipe, stages);
+    layout.check_copies(pipe, stages, findings);
     layout
 }
 
@@ -236,6 +237,43 @@ fn group_of(
 }
 
 impl Layout {
+    /// A copy of a model that is trained must be able to follow it.
+    fn check_copies(
+        &self,
+        pipe: &DataPipe,
+        stages: &[DraftStage<'_>],
+        findings: &mut Vec<Diagnostic>,
+    ) {
+        for (group, index) in &self.copies {
+            let model = &pipe.models[*index];
+            let uses = |stage: &DraftStage<'_>, access| {
+                let mut uses = stage.spec.iter().flat_map(|spec| &spec.models);
+                uses.any(|(name, own)| *name == model.name && *own == access)
+            };
+            let is_trained = stages.iter().any(|stage| uses(stage, Access::Update));
+            if !is_trained || model.factory.can_follow() {
+                continue;
+            }
+            let readers = stages.iter().zip(&self.stages);
+            let readers =
+                readers.filter(|(stage, at)| **at == Some(*group) && uses(stage, Access::Read));
+            let readers = quoted(readers.map(|(stage, _)| stage.decl.name.as_str()));
+            let (here, home) = (
+                &self.groups[*group].name,
+                &self.groups[self.homes[*index]].name,
+            );
+            findings.push(
+                Diagnostic::error("S017", format!("{readers} cannot read `{}`", model.name))
+                    .at(format!("{readers} -> [models.{}]", model.name))
+                    .because(format!(
+                        "{readers} runs in group `{here}`, but `{}` is trained in `{home}`, and models of kind `{}` have no copies that follow",
+                        model.name, model.kind
+                    ))
+                    .help(format!("run {readers} in `{home}`")),
+            );
+        }
+    }
+
     /// A model that only stages of other groups use, and that none updates, is not loaded in the group that it names:
     /// its home is the first group that uses it.
     fn move_homes(&mut self, pipe: &DataPipe, stages: &[DraftStage<'_>]) {

@@ -15,6 +15,8 @@ use serde_json::Value;
 
 use crate::stage::ConfigError;
 
+use verl_reshard::{WeightSink, WeightSource};
+
 pub use verl_reshard::WeightsVersion;
 
 /// State of a resource or a stage at one moment; what follows after restoring it is bit-equal.
@@ -96,6 +98,23 @@ pub trait ModelResource: Any + Send {
     /// When the state cannot be read back.
     fn quick_snapshot(&mut self) -> Result<Snapshot, ResourceError> {
         self.snapshot()
+    }
+    /// The weights of this moment, without optimiser state, in buckets of `bucket_bytes`, for a copy of the model in another
+    /// device group; `version` labels them. `None` if the kind does not support copies that follow a trained model.
+    ///
+    /// # Errors
+    /// When the weights cannot be read.
+    fn weight_source(
+        &mut self,
+        _version: WeightsVersion,
+        _bucket_bytes: usize,
+    ) -> Result<Option<Box<dyn WeightSource>>, ResourceError> {
+        Ok(None)
+    }
+    /// This copy as the receiver of such weights; `None` if the kind does not support that. It switches when all have
+    /// arrived.
+    fn weight_sink(&mut self) -> Option<&mut dyn WeightSink> {
+        None
     }
     /// Restores a snapshot of this model.
     ///
