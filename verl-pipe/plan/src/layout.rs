@@ -257,7 +257,12 @@ impl Layout {
             let readers = stages.iter().zip(&self.stages);
             let readers =
                 readers.filter(|(stage, at)| **at == Some(*group) && uses(stage, Access::Read));
-            let readers = quoted(readers.map(|(stage, _)| stage.decl.name.as_str()));
+            let readers: Vec<&str> = readers.map(|(stage, _)| stage.decl.name.as_str()).collect();
+            if readers.is_empty() {
+                continue;
+            }
+            let verb = if readers.len() == 1 { "runs" } else { "run" };
+            let readers = quoted(readers);
             let (here, home) = (
                 &self.groups[*group].name,
                 &self.groups[self.homes[*index]].name,
@@ -266,7 +271,7 @@ impl Layout {
                 Diagnostic::error("S017", format!("{readers} cannot read `{}`", model.name))
                     .at(format!("{readers} -> [models.{}]", model.name))
                     .because(format!(
-                        "{readers} runs in group `{here}`, but `{}` is trained in `{home}`, and models of kind `{}` have no copies that follow",
+                        "{readers} {verb} in group `{here}`, but `{}` is trained in `{home}`, and models of kind `{}` have no copies that follow",
                         model.name, model.kind
                     ))
                     .help(format!("run {readers} in `{home}`")),

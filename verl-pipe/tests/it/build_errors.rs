@@ -389,6 +389,12 @@ fn models_and_stages_without_a_place() {
     pipe.groups[0].1.devices = "cuda:0-3".to_owned();
     pipe.groups[1].1.devices = "cuda:".to_owned();
     insta::assert_snapshot!("S017", printed(&findings(&pipe)));
+    // A copy of a model of a kind whose copies do not follow.
+    let mut pipe = groups(grpo());
+    pipe.devices.group = "train".to_owned();
+    let generate = stage(&pipe, "generate");
+    pipe.stages[generate].group = Some("score".to_owned());
+    insta::assert_snapshot!("S017_copy", printed(&findings(&pipe)));
 }
 
 /// A station's letter and three digits.
