@@ -106,7 +106,7 @@ fn the_ppo_example_trains_actor_and_critic() {
 /// Hashes of the weights of actor and critic.
 fn hashes(run: &mut Run) -> [String; 2] {
     let snapshot = run.snapshot().expect("a snapshot");
-    ["actor", "critic"].map(|model| snapshot.models[model].version.hash.clone())
+    ["actor", "critic"].map(|model| snapshot.models[model].hash.clone())
 }
 
 #[test]
@@ -191,7 +191,7 @@ fn a_reward_model_is_trained_saved_and_trained_against() {
     let mut run = start(&against);
     let frozen = |run: &mut Run| {
         let snapshot = run.snapshot().expect("a snapshot");
-        snapshot.models["reward"].version.hash.clone()
+        snapshot.models["reward"].hash.clone()
     };
     let before = frozen(&mut run);
     for _ in 0..2 {

@@ -58,20 +58,14 @@ fn a_restored_run_repeats_its_step_bit_by_bit() {
     let before = run.snapshot().expect("a snapshot");
     let second = decided(run.step().expect("step 2"));
     let third = decided(run.step().expect("step 3"));
-    let after = run.snapshot().expect("a snapshot").models["actor"]
-        .version
-        .clone();
+    let after = run.snapshot().expect("a snapshot").models["actor"].clone();
 
     run.restore(&before).expect("a snapshot of this run");
-    let restored = run.snapshot().expect("a snapshot").models["actor"]
-        .version
-        .clone();
-    assert_eq!(restored, before.models["actor"].version);
+    let restored = run.snapshot().expect("a snapshot").models["actor"].clone();
+    assert_eq!(restored, before.models["actor"]);
     assert_eq!(decided(run.step().expect("step 2 again")), second);
     assert_eq!(decided(run.step().expect("step 3 again")), third);
-    let again = run.snapshot().expect("a snapshot").models["actor"]
-        .version
-        .clone();
+    let again = run.snapshot().expect("a snapshot").models["actor"].clone();
     assert_eq!(again, after);
     assert_ne!(again.hash, restored.hash);
     assert_eq!((restored.step, again.step), (1, 3));

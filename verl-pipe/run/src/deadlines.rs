@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use verl_plan::schedule::placement::Place;
 use verl_words::stage::Stage;
 
 use crate::channel::{CallFailure, Event, TICK};
@@ -54,7 +55,7 @@ impl Run {
             };
             let error = self.deadline_error(progress, &flight, waited, deadline);
             let Some(host) = &flight.host else {
-                self.worker.abandoned = true;
+                self.abandon_worker(flight.id.0);
                 return Err(error);
             };
             let runs = {
@@ -181,7 +182,7 @@ impl Run {
             return;
         };
         let Some(host) = flight.host else {
-            self.worker.abandoned = true;
+            self.abandon_worker(flight.id.0);
             return;
         };
         let runs = {
@@ -193,6 +194,13 @@ impl Run {
             tracing::error!("cannot replace a hung host thread: {error}");
         }
         self.restore_object(flight.id.0, None);
+    }
+
+    /// Gives up the worker of `stage`, whose call did not end.
+    pub(super) fn abandon_worker(&mut self, stage: usize) {
+        if let Place::Group(group) = self.schedule.places()[stage] {
+            self.workers[group].abandon();
+        }
     }
 
     pub(super) fn restore_object(&mut self, stage: usize, object: Option<Box<dyn Stage>>) {

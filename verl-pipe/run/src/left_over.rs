@@ -6,6 +6,7 @@ use verl_words::stage::Access;
 
 use crate::error::RunError;
 use crate::runner::{Progress, Run};
+use crate::worker::{Answer, Query};
 
 /// Partial update that a failed step left in the weights of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,13 +65,11 @@ impl Run {
     }
 
     fn optimizer_steps(&mut self) -> Result<BTreeMap<String, u64>, RunError> {
-        let deadline = self.deadline;
-        let what = "to count optimiser steps";
-        self.worker.ask(what, deadline, |state| {
-            let models = state.models.iter();
-            models
-                .map(|(name, model)| (name.clone(), model.optimizer_steps()))
-                .collect()
-        })
+        let answers = self.ask_workers(|_| Query::OptimizerSteps)?;
+        let steps = answers.into_iter().filter_map(|answer| match answer {
+            Answer::OptimizerSteps(steps) => Some(steps),
+            _ => None,
+        });
+        Ok(steps.flatten().collect())
     }
 }

@@ -123,8 +123,8 @@ impl Run {
         let cell = Arc::new(Cell::default());
         let rows = describe_rows(&input);
         match self.schedule.places()[stage] {
-            Place::Group(_) => {
-                self.worker.call(DeviceCall {
+            Place::Group(group) => {
+                self.workers[group].call(DeviceCall {
                     call,
                     stage,
                     input,
@@ -232,7 +232,7 @@ impl Run {
     /// Abandons an isolated call.
     fn abandon_isolated(&mut self, stage: usize, cell: &Cell) -> Result<(), RunError> {
         if self.schedule.places()[stage] != Place::Host {
-            self.worker.abandoned = true;
+            self.abandon_worker(stage);
             return Ok(());
         }
         let runs = {

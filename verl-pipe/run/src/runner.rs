@@ -37,7 +37,8 @@ use crate::worker::{DeviceCall, Worker};
 pub struct Run {
     pub(super) schedule: Arc<Schedule>,
     pub(super) options: RunOptions,
-    pub(super) worker: Worker,
+    /// One worker a device group.
+    pub(super) workers: Vec<Box<dyn Worker>>,
     pub(super) pool: HostPool,
     pub(super) hosts: BTreeMap<usize, HostStage>,
     pub(super) device_events: Receiver<Event>,
@@ -95,7 +96,8 @@ pub(super) struct Progress {
     pub(super) state: StepState,
     pub(super) env: Arc<CallEnv>,
     pub(super) in_flight: HashMap<u64, InFlight>,
-    pub(super) device_busy: bool,
+    /// Whether the worker of each group runs a call.
+    pub(super) busy: Vec<bool>,
     pub(super) host_running: usize,
     pub(super) reports: Reports,
     /// When the last event arrived.
@@ -110,6 +112,13 @@ pub(super) struct Progress {
     pub(super) steps_before: Option<BTreeMap<String, u64>>,
     /// Stages with a model whose call panicked.
     pub(super) panicked: Vec<usize>,
+}
+
+impl Progress {
+    /// Whether a worker runs a call.
+    fn any_busy(&self) -> bool {
+        self.busy.contains(&true)
+    }
 }
 
 /// Result of a step: metrics, and samples that stages reported.
@@ -167,7 +176,7 @@ impl Run {
             state: StepState::new(self.schedule.clone(), step, self.in_order.clone())?,
             env: self.env(step),
             in_flight: HashMap::new(),
-            device_busy: false,
+            busy: vec![false; self.workers.len()],
             host_running: 0,
             reports: Vec::new(),
             last_event: start,
@@ -256,10 +265,11 @@ impl Run {
 
     /// Dispatches ready slices to the worker and the pool while they have capacity.
     pub(super) fn dispatch(&mut self, progress: &mut Progress) -> Result<(), RunError> {
-        if !progress.device_busy
-            && let Some(id) = progress.state.ready(Place::Group(0)).first().copied()
-        {
-            self.dispatch_device(progress, id)?;
+        for group in 0..self.workers.len() {
+            let ready = progress.state.ready(Place::Group(group)).first().copied();
+            if let Some(id) = ready.filter(|_| !progress.busy[group]) {
+                self.dispatch_device(progress, group, id)?;
+            }
         }
         // More jobs than threads, so that no pool thread waits for this thread between two jobs.
         let limit = 2 * self.pool.size();
@@ -325,19 +335,20 @@ impl Run {
     pub(super) fn dispatch_device(
         &mut self,
         progress: &mut Progress,
+        group: usize,
         id: CallId,
     ) -> Result<(), RunError> {
         let input = self.begin(progress, id)?;
         self.note_update(progress, id.0)?;
         let call = self.new_call();
-        self.worker.call(DeviceCall {
+        self.workers[group].call(DeviceCall {
             call,
             stage: id.0,
             input: input.clone(),
             wave: progress.state.wave(id),
             env: progress.env.clone(),
         })?;
-        progress.device_busy = true;
+        progress.busy[group] = true;
         self.pool.set_model_works(true);
         progress.in_flight.insert(
             call,
@@ -357,7 +368,7 @@ impl Run {
         // block. Host calls need no device, so the backlog always shrinks.
         let behind = progress.state.ready(Place::Host).len() >= self.options.backlog
             && progress.host_running > 0;
-        if !progress.device_busy
+        if !progress.any_busy()
             && let Some(event) = spin_wait::spin(|| {
                 let host = self.host_events.try_recv().ok();
                 host.or_else(|| self.device_events.try_recv().ok())
@@ -393,8 +404,10 @@ impl Run {
                 let Some(flight) = progress.in_flight.remove(&call) else {
                     return Ok(());
                 };
-                progress.device_busy = false;
-                self.pool.set_model_works(false);
+                if let Place::Group(group) = self.schedule.places()[flight.id.0] {
+                    progress.busy[group] = false;
+                }
+                self.pool.set_model_works(progress.any_busy());
                 progress
                     .reports
                     .push(((flight.id.0, flight.id.1, 0), report));

@@ -20,6 +20,7 @@ use verl_words::stage::Cadence;
 use crate::runner::{Progress, Run};
 use crate::step::StepState;
 use crate::table::{AncestorRows, Ancestors, up};
+use crate::worker::{Answer, Query};
 
 /// The standard keys of a sample.
 const KEYS: [&str; 8] = [
@@ -161,14 +162,14 @@ impl Run {
         };
         let tokens = tokens(&RESPONSES).or_else(|| tokens(&TARGETS))?;
         let deadline = self.deadline;
-        let texts = self.worker.ask("to read samples", deadline, move |state| {
-            let mut models = state.models.values();
-            models.find_map(|model| {
-                let texts = tokens.iter().map(|tokens| model.text_of(tokens));
-                texts.collect::<Option<Vec<String>>>()
-            })
-        });
-        texts.ok().flatten()
+        let mut workers = self.workers.iter_mut();
+        workers.find_map(|worker| {
+            let tokens = tokens.clone();
+            match worker.ask(Query::Texts { tokens }, deadline) {
+                Ok(Answer::Texts(texts)) => texts,
+                _ => None,
+            }
+        })
     }
 }
 

@@ -117,7 +117,7 @@ impl StepState {
         self.stages[stage].slices[slice].phase = Phase::Ready;
         let ready = match self.schedule.places()[stage] {
             Place::Host => &mut self.ready_host,
-            Place::Group(_) => &mut self.ready_device,
+            Place::Group(group) => &mut self.ready_groups[group],
         };
         if !self.in_order[stage] {
             ready.insert((stage, slice));

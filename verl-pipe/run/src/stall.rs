@@ -196,11 +196,21 @@ impl StepState {
 }
 
 impl Run {
+    /// The device groups, as text.
+    pub(super) fn groups_name(&self) -> String {
+        let names = self.schedule.groups().iter();
+        let names: Vec<&str> = names.map(|group| group.name.as_str()).collect();
+        let word = if names.len() == 1 { "group" } else { "groups" };
+        format!("device {word} {}", names.join(", "))
+    }
+
     /// Where a stage runs, as text.
     pub(super) fn place_name(&self, stage: usize) -> String {
         match self.schedule.places()[stage] {
             Place::Host => "the host pool".to_owned(),
-            Place::Group(_) => format!("device group {}", self.schedule.groups()[0].name),
+            Place::Group(group) => {
+                format!("device group {}", self.schedule.groups()[group].name)
+            }
         }
     }
 

@@ -20,7 +20,7 @@ use crate::runner::Run;
 use crate::samples::SampledRows;
 use crate::tap::{NoTap, Tap};
 use crate::watch::Watch;
-use crate::worker::{Worker, start_stage};
+use crate::worker::{ThreadWorker, Worker, WorkerStart, start_stage};
 
 /// Options of a run besides the schedule.
 #[derive(Clone)]
@@ -86,7 +86,14 @@ impl Run {
         let deadline = seconds(plan.pipe().run.stage_deadline_s);
         let (device_sender, device_events) = bounded(options.backlog.max(1));
         let (host_sender, host_events) = unbounded();
-        let worker = Worker::start(schedule.clone(), 0, data.clone(), device_sender, deadline)?;
+        let watch = Watch::start(options.run_dir.as_deref(), deadline);
+        let workers = start_workers(&WorkerStart {
+            schedule: schedule.clone(),
+            data: data.clone(),
+            events: device_sender,
+            deadline,
+            reporter: watch.activity_reporter(),
+        })?;
         let pool = start_pool(&options, host_sender)?;
         let mut hosts = BTreeMap::new();
         for index in schedule.stages_at(Place::Host) {
@@ -103,10 +110,10 @@ impl Run {
         let roles = metric_roles(schedule.plan());
         Ok(Run {
             thresholds: WaitThresholds::new(deadline),
-            watch: Watch::start(options.run_dir.as_deref(), deadline),
+            watch,
             schedule,
             options,
-            worker,
+            workers,
             pool,
             hosts,
             device_events,
@@ -122,6 +129,19 @@ impl Run {
             next_call: 0,
         })
     }
+}
+
+/// Starts the workers of all groups, which load their models at the same time.
+fn start_workers(start: &WorkerStart) -> Result<Vec<Box<dyn Worker>>, RunError> {
+    let groups = 0..start.schedule.groups().len();
+    let loading: Vec<_> = groups
+        .map(|group| ThreadWorker::begin(start, group))
+        .collect();
+    let workers = loading.into_iter().map(|loading| {
+        let worker = loading?.loaded(start.deadline)?;
+        Ok(Box::new(worker) as Box<dyn Worker>)
+    });
+    workers.collect()
 }
 
 /// Converts seconds of a configuration to a duration; values out of range become a year.

@@ -7,8 +7,8 @@
 //! - Rows are only appended to tables and to [`Outputs`], never removed or moved. So a slice that is ready stays ready.
 //! - `grown` is empty: all growth of tables has reached their expansions and the slices of their readers. `new`, `emit`
 //!   and `finish` are the only entry points that grow a table, and each ends with `settle`.
-//! - A slice is in `ready_host` or `ready_device` only while its phase is [`Phase::Ready`]. Phases only advance and
-//!   `begin` removes the slice from both sets, so each slice starts once.
+//! - A slice is in `ready_host` or `ready_groups` only while its phase is [`Phase::Ready`]. Phases only advance and
+//!   `begin` removes the slice from its set, so each slice starts once.
 //! - `unfinished` is the number of stages that are not `done`. Only `finish_stage_if_done` sets `done`, once per stage.
 
 use std::collections::{BTreeSet, VecDeque};
@@ -77,7 +77,8 @@ pub(crate) struct StepState {
     /// Whether a stage takes its slices in order.
     pub(super) in_order: Vec<bool>,
     pub(super) ready_host: BTreeSet<CallId>,
-    pub(super) ready_device: BTreeSet<CallId>,
+    /// By device group.
+    pub(super) ready_groups: Vec<BTreeSet<CallId>>,
     pub(super) unfinished: usize,
     pub(super) grown: VecDeque<usize>,
     /// The filter that may request further waves.
@@ -106,7 +107,7 @@ impl StepState {
             stages: stages.collect(),
             in_order,
             ready_host: BTreeSet::new(),
-            ready_device: BTreeSet::new(),
+            ready_groups: vec![BTreeSet::new(); schedule.groups().len()],
             unfinished: plan.stages().len(),
             grown: VecDeque::new(),
             refill: RefillState::of(plan),
@@ -134,14 +135,16 @@ impl StepState {
     pub(crate) fn ready(&self, place: Place) -> &BTreeSet<CallId> {
         match place {
             Place::Host => &self.ready_host,
-            Place::Group(_) => &self.ready_device,
+            Place::Group(group) => &self.ready_groups[group],
         }
     }
 
     /// Marks a ready call as running.
     pub(crate) fn begin(&mut self, (stage, slice): CallId) {
-        self.ready_host.remove(&(stage, slice));
-        self.ready_device.remove(&(stage, slice));
+        match self.schedule.places()[stage] {
+            Place::Host => self.ready_host.remove(&(stage, slice)),
+            Place::Group(group) => self.ready_groups[group].remove(&(stage, slice)),
+        };
         self.stages[stage].slices[slice].phase = Phase::Running;
     }
 

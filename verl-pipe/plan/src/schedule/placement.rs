@@ -100,6 +100,12 @@ impl Schedule {
         &self.groups
     }
 
+    /// The device group whose worker owns a model (index into [`Schedule::groups`]); `None` if there is no such model.
+    pub fn home(&self, model: &str) -> Option<usize> {
+        let mut models = self.plan.models().iter();
+        models.any(|known| known.name == model).then_some(0)
+    }
+
     /// Place of each stage.
     pub fn places(&self) -> &[Place] {
         &self.places

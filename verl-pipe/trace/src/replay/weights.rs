@@ -50,7 +50,7 @@ impl Sources {
                 found.stateless.insert(name.clone(), String::new());
                 continue;
             };
-            if initial.models.get(name).map(|own| &own.version) == Some(version) {
+            if initial.models.get(name) == Some(version) {
                 let note = format!(
                     "the weights of `{name}` at the start of step {} are not stored; by their hash they are those of the model as loaded",
                     recorded.step
