@@ -39,4 +39,4 @@ mod table;
 pub mod tap;
 pub mod watch;
 mod waves;
-mod worker;
+pub mod worker;

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
 use verl_words::batch::Batch;
 use verl_words::resource::{StoredState, WeightsVersion};
 
@@ -28,7 +29,7 @@ pub(crate) struct DeviceCall {
 }
 
 /// A request with an answer. Models are those whose home is the worker's group.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) enum Query {
     /// Keeps the state of models and stages under `id`; a quick one need not compute hashes. Answer: `Snapshot`.
     Snapshot { id: u64, quick: bool },
@@ -52,7 +53,7 @@ pub(crate) enum Query {
 }
 
 /// The answer to a [`Query`].
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Answer {
     /// It was done.
     Done,
