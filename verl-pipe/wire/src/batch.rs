@@ -17,7 +17,11 @@ use verl_words::panics::catch_panic;
 /// When Arrow cannot write one of its types.
 pub fn encode(batch: &Batch) -> Result<Vec<Buffer>, BatchError> {
     let record = batch.record();
-    Ok(StreamEncoder::try_new(&record.schema())?.encode(record)?)
+    let mut encoder = StreamEncoder::try_new(&record.schema())?;
+    let mut bytes = encoder.encode(record)?;
+    // Without an end, Arrow does not read a batch without values.
+    bytes.extend(encoder.finish()?);
+    Ok(bytes)
 }
 
 /// The batch in `bytes`, which it shares if they are aligned to 64 bytes.
@@ -40,8 +44,14 @@ fn record(mut bytes: Buffer) -> Result<RecordBatch, BatchError> {
     let record = decoder.decode(&mut bytes)?;
     let record = record
         .ok_or_else(|| BatchError::Arrow("the bytes end before the batch does".to_owned()))?;
-    match bytes.len() {
-        0 => Ok(record),
-        rest => Err(BatchError::Arrow(format!("{rest} bytes follow the batch"))),
+    match bytes.as_slice() == END {
+        true => Ok(record),
+        false => Err(BatchError::Arrow(format!(
+            "the batch is not followed by an end, but by {} bytes",
+            bytes.len()
+        ))),
     }
 }
+
+/// The end of a stream.
+const END: [u8; 8] = [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0];

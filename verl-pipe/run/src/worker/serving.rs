@@ -34,17 +34,18 @@ fn token(tokens: &Tokens, call: u64) -> CancelToken {
     tokens.entry(call).or_default().clone()
 }
 
-/// Serves a device group in a process that a run started as its worker; stages, models and data sets are those of a registry.
-pub struct WorkerServer(pub Registry);
+/// Serves a device group in a process that a run started as its worker; stages, models and data sets are those of the
+/// registry that the function makes.
+pub struct WorkerServer<F>(pub F);
 
-impl Server for WorkerServer {
+impl<F: FnOnce() -> Registry> Server for WorkerServer<F> {
     type Serve = GroupServer;
 
     fn server(self, start: &Start) -> (GroupServer, Box<dyn FnMut(Message) + Send>) {
         let tokens = Tokens::default();
         let server = GroupServer {
             worker: start.worker.clone(),
-            registry: self.0,
+            registry: (self.0)(),
             hosted: None,
             tokens: tokens.clone(),
         };
@@ -113,17 +114,14 @@ impl GroupServer {
 
     /// The schedule of the pipeline in `text`.
     fn rebuild(&self, text: &str, base: PathBuf) -> Result<Schedule, RunError> {
-        let different = |findings: &[Diagnostic]| {
+        let lost = |why: &str, findings: &[Diagnostic]| {
             let findings: String = findings
                 .iter()
                 .map(|finding| format!("\n{finding}"))
                 .collect();
             RunError::Lost {
                 worker: self.worker.clone(),
-                reason: format!(
-                    "its process cannot build the pipeline, because parts of it exist only in the process that declared it \
-                     (closures, or kinds that the worker's program does not register):{findings}"
-                ),
+                reason: format!("its process cannot build the pipeline{why}{findings}"),
             }
         };
         let no_overrides: [&str; 0] = [];
@@ -133,13 +131,13 @@ impl GroupServer {
             &no_overrides,
             &self.registry,
         )
-        .map_err(|findings| different(&findings))?;
+        .map_err(|findings| lost(ONLY_THERE, &findings))?;
         pipe.base = base;
         if to_toml(&pipe).ok().as_deref() != Some(text) {
-            return Err(different(&[]));
+            return Err(lost(ONLY_THERE, &[]));
         }
-        let plan = pipe.plan().map_err(|findings| different(&findings))?;
-        plan.schedule().map_err(|findings| different(&findings))
+        let plan = pipe.plan().map_err(|findings| lost(":", &findings))?;
+        plan.schedule().map_err(|findings| lost(":", &findings))
     }
 
     fn not_loaded(&self) -> RunError {
@@ -199,3 +197,7 @@ impl GroupServer {
         })
     }
 }
+
+/// Why a pipeline means something else in another process.
+const ONLY_THERE: &str = ", because parts of it exist only in the process that declared it (closures, or kinds that the \
+                          worker's program does not register):";

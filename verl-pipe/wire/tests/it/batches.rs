@@ -115,6 +115,17 @@ proptest! {
     }
 }
 
+#[test]
+fn batches_without_rows_or_without_keys_arrive() {
+    for rows in [0, 1, 3] {
+        let whole = long_batch(rows);
+        let some_keys = whole.select(&["prompts"]).expect("a key");
+        for batch in [whole.rows_only(), some_keys, whole] {
+            assert_eq!(received(&batch), batch);
+        }
+    }
+}
+
 fn long_batch(rows: u64) -> Batch {
     let ids: Vec<RowId> = (0..rows)
         .map(|row| RowId::prompt(0, row).expect("an id"))
