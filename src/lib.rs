@@ -54,6 +54,22 @@ pub fn registry() -> Registry {
     verl_stages::register(Registry::new())
 }
 
+/// Makes this program able to serve as the worker processes of its runs. Call it first in `main`, with the registry of
+/// every kind that the program's pipelines use.
+///
+/// In a process that a run started as a worker, this serves and then ends the process. Anywhere else it declares that this
+/// executable can be started as a worker, and returns at once. A worker builds its pipeline from the settings, so stages,
+/// models and data sets must be kinds of the registry, not closures.
+///
+/// ```
+/// verl::worker_main(verl::registry);
+/// // Only the run itself gets here.
+/// assert!(verl::pipe::wire::child::program().is_some());
+/// ```
+pub fn worker_main(registry: impl FnOnce() -> Registry) {
+    verl_pipe::wire::child::enter(verl_pipe::run::worker::WorkerServer(registry));
+}
+
 /// What affects the bits of a result besides the code of a run: names and versions for `versions.json`
 /// ([`TrainerOptions::versions`](verl_pipe::run::trainer::TrainerOptions::versions)).
 ///

@@ -37,6 +37,7 @@ mod plain_english;
 mod planted;
 mod preferences;
 mod prelude;
+mod processes;
 mod replay;
 mod replayed;
 mod run_folder;

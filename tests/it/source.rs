@@ -40,6 +40,7 @@ pub fn sources(root: &Path) -> Vec<(String, String)> {
         "verl-pipe/trace/src",
         "verl-pipe/train/src",
         "verl-pipe/view/src",
+        "verl-pipe/wire/src",
         "verl-pipe/words/src",
         "verl-stages/src",
     ] {

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use serde::{Deserialize, Serialize};
 use verl_plan::display::bytes;
 use verl_rules::Anomaly;
 use verl_words::batch::{BatchError, RowId};
@@ -15,7 +16,7 @@ use crate::guard::GuardError;
 use crate::records::RowStatus;
 
 /// A device that is out of memory.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error(
     "{during}: `{device}` is out of memory{}\n  planned: {planned}\n  help: {help}",
     .asked.as_ref().map_or(String::new(), |asked| format!("; {asked} more were requested"))

@@ -40,4 +40,4 @@ pub mod tap;
 pub mod watch;
 mod waves;
 mod weight_sync;
-mod worker;
+pub mod worker;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crossbeam_channel::{Sender, bounded, unbounded};
+use verl_plan::Plan;
 use verl_plan::schedule::placement::{Place, Schedule};
-use verl_words::data::DataLoaderInterface;
 use verl_words::panics::catch_panic;
 use verl_words::stage::{Cadence, CancelToken, Cardinality, Models, RowRule, Stage};
 
@@ -21,7 +21,10 @@ use crate::samples::SampledRows;
 use crate::tap::{NoTap, Tap};
 use crate::watch::Watch;
 use crate::weight_sync::Copies;
-use crate::worker::{ThreadWorker, Worker, WorkerStart, start_stage};
+use crate::worker::hosted::OpenData;
+use crate::worker::{
+    ProcessOptions, ProcessWorker, ThreadWorker, Worker, WorkerStart, start_stage,
+};
 
 /// Options of a run besides the schedule.
 #[derive(Clone)]
@@ -35,6 +38,8 @@ pub struct RunOptions {
     /// Number of emitted batches that can queue between a device worker and the engine, and of slices that can queue
     /// for a host thread, before `emit` blocks.
     pub backlog: usize,
+    /// Starts the workers as processes rather than threads.
+    pub processes: Option<ProcessOptions>,
     /// Folder where the run writes what it waits for when it stalls; see [`stall`](crate::stall).
     pub run_dir: Option<PathBuf>,
 }
@@ -47,6 +52,7 @@ impl Default for RunOptions {
             tap: Arc::new(NoTap),
             host_threads: threads.max(2),
             backlog: 16,
+            processes: None,
             run_dir: None,
         }
     }
@@ -70,31 +76,20 @@ impl Run {
     pub fn start(schedule: Schedule, options: RunOptions) -> Result<Run, RunError> {
         let schedule = Arc::new(schedule);
         let plan = schedule.plan();
-        let mut data: BTreeMap<String, Arc<dyn DataLoaderInterface>> = BTreeMap::new();
-        for decl in &plan.pipe().data {
-            if let Some(opened) = plan.opened().get(&decl.name) {
-                data.insert(decl.name.clone(), opened.clone());
-                continue;
-            }
-            let opened = (decl.open)(plan.context());
-            let opened = opened.map_err(|source| RunError::Data {
-                name: decl.name.clone(),
-                source: Box::new(source),
-            })?;
-            data.insert(decl.name.clone(), opened);
-        }
-        let data = Arc::new(data);
+        let data = Arc::new(open_data(plan)?);
         let deadline = seconds(plan.pipe().run.stage_deadline_s);
         let (device_sender, device_events) = bounded(options.backlog.max(1));
         let (host_sender, host_events) = unbounded();
         let watch = Watch::start(options.run_dir.as_deref(), deadline);
-        let workers = start_workers(&WorkerStart {
+        let start = WorkerStart {
             schedule: schedule.clone(),
             data: data.clone(),
             events: device_sender,
             deadline,
             reporter: watch.activity_reporter(),
-        })?;
+        };
+        let workers = start_workers(&start, options.processes.as_ref())?;
+        drop(start);
         let pool = start_pool(&options, host_sender)?;
         let mut hosts = BTreeMap::new();
         for index in schedule.stages_at(Place::Host) {
@@ -134,9 +129,40 @@ impl Run {
     }
 }
 
+/// Opens the data sets of a plan that are not open yet.
+pub(crate) fn open_data(plan: &Plan) -> Result<OpenData, RunError> {
+    let mut data = OpenData::new();
+    for decl in &plan.pipe().data {
+        if let Some(opened) = plan.opened().get(&decl.name) {
+            data.insert(decl.name.clone(), opened.clone());
+            continue;
+        }
+        let opened = (decl.open)(plan.context());
+        let opened = opened.map_err(|source| RunError::Data {
+            name: decl.name.clone(),
+            source: Box::new(source),
+        })?;
+        data.insert(decl.name.clone(), opened);
+    }
+    Ok(data)
+}
+
 /// Starts the workers of all groups, which load their models at the same time.
-fn start_workers(start: &WorkerStart) -> Result<Vec<Box<dyn Worker>>, RunError> {
+fn start_workers(
+    start: &WorkerStart,
+    processes: Option<&ProcessOptions>,
+) -> Result<Vec<Box<dyn Worker>>, RunError> {
     let groups = 0..start.schedule.groups().len();
+    if let Some(options) = processes {
+        let loading: Vec<_> = groups
+            .map(|group| ProcessWorker::begin(start, options, group))
+            .collect();
+        let workers = loading.into_iter().map(|loading| {
+            let worker = loading?.loaded(start.deadline)?;
+            Ok(Box::new(worker) as Box<dyn Worker>)
+        });
+        return workers.collect();
+    }
     let loading: Vec<_> = groups
         .map(|group| ThreadWorker::begin(start, group))
         .collect();
@@ -167,7 +193,7 @@ impl HostStage {
     pub(super) fn start(
         schedule: &Schedule,
         index: usize,
-        data: &BTreeMap<String, Arc<dyn DataLoaderInterface>>,
+        data: &OpenData,
     ) -> Result<HostStage, RunError> {
         let mut stage = start_stage(schedule, index, data, &mut Models::new())?;
         let has_state = stage.snapshot().is_ok_and(|state| state.is_some());

@@ -5,7 +5,6 @@
 //! switches to them when all have arrived. So no call ever sees a part of a version. Within a group nothing is copied.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 use std::time::Instant;
 
 use verl_plan::schedule::placement::{Place, Schedule};
@@ -141,7 +140,7 @@ impl Run {
             self.workers[group].receive(accepting, self.deadline)?;
             accepting = self.workers[group].send(Query::AcceptBucket {
                 model: model.clone(),
-                bucket: Arc::from(read),
+                bucket: read,
             })?;
         }
         self.workers[group].receive(accepting, self.deadline)?;

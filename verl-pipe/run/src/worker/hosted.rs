@@ -41,7 +41,9 @@ struct GroupSnapshot {
     stages: BTreeMap<usize, Snapshot>,
 }
 
-const SEND: &str = "send the weights of";
+/// Actions of errors about weights that travel.
+pub(crate) const SEND: &str = "send the weights of";
+pub(crate) const RECEIVE: &str = "receive the weights of";
 
 /// A kind of model whose weights do not travel.
 #[derive(Debug, thiserror::Error)]
@@ -209,7 +211,6 @@ impl Hosted {
         model: &str,
         work: impl FnOnce(&mut dyn WeightSink) -> Result<(), SyncError>,
     ) -> Result<Answer, RunError> {
-        const RECEIVE: &str = "receive the weights of";
         let sink = self.model(model, RECEIVE)?.weight_sink();
         let sink = sink.ok_or_else(|| failed("model", model, RECEIVE, NotSynced))?;
         work(sink).map_err(|e| failed("model", model, RECEIVE, e))?;

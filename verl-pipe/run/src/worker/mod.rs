@@ -1,11 +1,14 @@
 //! Workers: each owns the models of one device group and runs the stages that use them, one call at a time.
 //!
 //! The engine speaks to a worker only in [messages](message), which contain nothing but data. So the engine does not know
-//! whether a worker is a thread of this process ([`ThreadWorker`]) or another process. A call is answered by events; a
+//! whether a worker is a thread of this process ([`ThreadWorker`]) or another process (`ProcessWorker`). A call is answered by events; a
 //! [`Query`] has one [`Answer`].
 
 pub(crate) mod hosted;
 pub(crate) mod message;
+mod process;
+mod sent;
+mod serving;
 mod thread;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,6 +20,9 @@ use crossbeam_channel::{Receiver, RecvTimeoutError};
 use crate::error::RunError;
 pub(crate) use hosted::start_stage;
 pub(crate) use message::{Answer, DeviceCall, Query};
+pub use process::ProcessOptions;
+pub(crate) use process::ProcessWorker;
+pub use serving::{GroupServer, WorkerServer};
 pub(crate) use thread::{ThreadWorker, WorkerStart};
 
 /// The engine's side of a worker.

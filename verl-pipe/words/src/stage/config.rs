@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use schemars::JsonSchema;
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 use super::{BatchPlan, Stage};
 use crate::data::{DataError, DataLoaderInterface, OpenedData};
@@ -49,7 +49,7 @@ impl BuildContext {
 }
 
 /// Why a configuration cannot become a stage, model or data set: the setting, what is wrong, what to do.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("`{setting}` {reason}")]
 pub struct ConfigError {
     /// The setting, for example `temperature`.

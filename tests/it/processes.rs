@@ -1,0 +1,329 @@
+//! A run whose device group is another process computes the same bits as one whose group is a thread, and reports a process
+//! that is lost.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use serde_json::Value;
+use verl::pipe::resource::ModelResource;
+use verl::pipe::run::error::RunError;
+use verl::pipe::run::runner::{Run, RunOptions};
+use verl::pipe::run::worker::ProcessOptions;
+use verl::pipe::stage::StartContext;
+use verl::pipe::wire::child::Program;
+use verl::pipe::wire::socket::Transport;
+use verl::prelude::*;
+
+use crate::kit::{GRPO, Place};
+
+/// Environment variable with the file to which a worker process writes its id.
+const ID_FILE: &str = "VERL_TEST_ID_FILE";
+
+/// Not a test: the `main` of the worker processes, which are this program.
+#[test]
+fn worker_entry() {
+    if let Ok(path) = std::env::var(ID_FILE) {
+        fs::write(path, std::process::id().to_string()).expect("a file");
+    }
+    verl::worker_main(registry);
+}
+
+fn registry() -> Registry {
+    verl::registry().stage::<Fault>()
+}
+
+/// A stage on the device group that fails in some way.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+struct Fault {
+    /// How it fails.
+    how: String,
+}
+
+impl StageConfig for Fault {
+    const KIND: &'static str = "fault";
+    const SUMMARY: &'static str = "fails";
+
+    fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+        Ok(Box::new(self.clone()))
+    }
+}
+
+impl Stage for Fault {
+    fn spec(&self) -> StageSpec {
+        let spec = StageSpec::new().reads(keys::REWARDS).rows(RowRule::Sink);
+        spec.uses("actor", Access::Read)
+    }
+
+    fn start(&mut self, _context: &mut StartContext<'_>) -> Result<(), StageError> {
+        match self.how.as_str() {
+            "start" => panic!("the stage does not start"),
+            _ => Ok(()),
+        }
+    }
+
+    fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
+        match self.how.as_str() {
+            "abort" => std::process::abort(),
+            "panic" => panic!("the stage broke"),
+            "row" => Err(StageError::Row {
+                row: 1,
+                id: input.ids()[1],
+                reason: "it is odd".to_owned(),
+            }),
+            "key" => Ok(input.get(&keys::ADVANTAGES).map(|_| ())?),
+            "model" => Ok(drop(context.model::<ValueResource>("actor")?.version())),
+            "wait" => {
+                while !context.cancel.is_cancelled() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Err(StageError::Cancelled)
+            }
+            other => Err(StageError::failed(std::io::Error::other(other.to_owned()))),
+        }
+    }
+}
+
+/// The pipeline with a stage that fails in this way.
+fn faulty(place: &Place, how: &str) -> DataPipe {
+    let text = format!("{GRPO}\n[[stages]]\nkind = \"fault\"\nhow = \"{how}\"\n");
+    let pipe = place.parse_with(&text, "run", &[], &registry());
+    pipe.map_err(Findings).expect("a pipeline")
+}
+
+fn processes(ids: &Path, transport: Transport) -> ProcessOptions {
+    let arguments = ["--exact", "processes::worker_entry", "--nocapture"];
+    let program = Program {
+        path: std::env::current_exe().expect("this program"),
+        arguments: arguments.map(str::to_owned).to_vec(),
+    };
+    ProcessOptions {
+        variables: vec![(ID_FILE.to_owned(), ids.display().to_string())],
+        transport,
+        ..ProcessOptions::new(program)
+    }
+}
+
+fn start(pipe: &DataPipe, options: RunOptions) -> Result<Run, RunError> {
+    let plan = pipe.plan().map_err(Findings).expect("a plan");
+    Run::start(plan.schedule().expect("one device group"), options)
+}
+
+/// The header of tensors, whose entries are in no particular order, and their bytes.
+fn tensors(bytes: &[u8]) -> Option<(BTreeMap<String, Value>, &[u8])> {
+    let (length, rest) = bytes.split_at_checked(8)?;
+    let length = u64::from_le_bytes(length.try_into().ok()?);
+    let (header, values) = rest.split_at_checked(length as usize)?;
+    let mut header: BTreeMap<String, Value> = serde_json::from_slice(header).expect("a header");
+    if let Some(Value::Object(about)) = header.get_mut("__metadata__") {
+        about.sort_keys();
+    }
+    Some((header, values))
+}
+
+/// Everything that two steps, a restored step and a stored state produce, times excepted.
+fn results(mut run: Run, folder: PathBuf) -> Vec<String> {
+    let mut results = Vec::new();
+    let step = |run: &mut Run, results: &mut Vec<String>| {
+        let output = run.step().expect("a step");
+        let values = output.metrics.values.into_iter();
+        let values = values.filter(|(name, _)| !name.starts_with("perf/"));
+        // All bits, those of NaN among them.
+        let values: BTreeMap<_, u64> = values
+            .map(|(name, value)| (name, value.to_bits()))
+            .collect();
+        results.push(format!("{values:?} {:?}", output.samples));
+    };
+    step(&mut run, &mut results);
+    let before = run.snapshot().expect("a snapshot");
+    results.push(format!("{:?} {:?}", before.models, before.stages));
+    let stored = run.store(&before, &BTreeMap::new()).expect("stored");
+    step(&mut run, &mut results);
+    results.push(format!("{:?}", run.versions().expect("versions")));
+    run.restore(&before).expect("restored");
+    drop(before);
+    step(&mut run, &mut results);
+    results.push(format!("{:?}", run.versions().expect("versions")));
+    run.recall(&stored).expect("recalled");
+    results.push(format!("{:?}", run.versions().expect("versions")));
+    step(&mut run, &mut results);
+    for (name, (version, state)) in stored.models.iter().chain(&stored.stages) {
+        let state = state
+            .as_ref()
+            .map(|state| (tensors(&state.tensors), &state.about));
+        results.push(format!("{name} {version} {state:?}"));
+    }
+    let missing = run
+        .save_model("nobody", &folder)
+        .expect_err("no such model");
+    results.push(format!("{} {missing}", missing.code()));
+    run.save_model("actor", &folder).expect("saved");
+    let weights = fs::read(folder.join("model.safetensors")).expect("weights");
+    results.push(format!("{weights:?}"));
+    assert_eq!(results[2], results[4], "a restored step");
+    assert_eq!(results[2], results[7], "a recalled step");
+    results
+}
+
+#[test]
+fn a_process_computes_the_bits_of_a_thread() {
+    let place = Place::new();
+    let pipe = place.parse(GRPO, "run", &["run.samples_per_step=2"]);
+    let pipe = pipe.map_err(Findings).expect("a pipeline");
+    let threads = start(&pipe, RunOptions::default()).expect("started");
+    let threads = results(threads, place.path("of-thread"));
+    for transport in [Transport::Path, Transport::Tcp] {
+        let ids = place.path("id");
+        let options = RunOptions {
+            processes: Some(processes(&ids, transport)),
+            ..RunOptions::default()
+        };
+        let run = start(&pipe, options).expect("started");
+        let process: u32 = fs::read_to_string(&ids)
+            .expect("written")
+            .parse()
+            .expect("a number");
+        assert_ne!(process, std::process::id());
+        let processes = results(run, place.path(&format!("of-{transport:?}")));
+        for (at, (process, thread)) in processes.iter().zip(&threads).enumerate() {
+            assert!(
+                process == thread,
+                "{transport:?}, result {at}:\n{process}\n{thread}"
+            );
+        }
+        // The run has ended, and its worker with it.
+        let status = fs::read_to_string(format!("/proc/{process}/cmdline")).unwrap_or_default();
+        assert_eq!(status, "");
+    }
+}
+
+fn kill(ids: &Path) {
+    let process = fs::read_to_string(ids).expect("written");
+    let killed = Command::new("kill").args(["-KILL", &process]).status();
+    assert!(killed.expect("`kill` runs").success());
+}
+
+#[test]
+fn a_killed_process_ends_the_run_with_its_name_and_what_it_ran() {
+    let place = Place::new();
+    let pipe = place.grpo("run", &[]);
+    let ids = place.path("id");
+    let options = RunOptions {
+        processes: Some(processes(&ids, Transport::Path)),
+        ..RunOptions::default()
+    };
+    let mut run = start(&pipe, options.clone()).expect("started");
+    run.step().expect("a step");
+    kill(&ids);
+    let error = run.step().err().expect("lost");
+    assert_eq!(error.code(), "R009");
+    let text = error.to_string();
+    assert!(text.starts_with("the worker of `cpu` is lost: "), "{text}");
+    assert!(text.contains("killed by signal 9 (SIGKILL)"), "{text}");
+    let error = run.versions().expect_err("lost").to_string();
+    assert!(error.contains("killed by signal 9 (SIGKILL)"), "{error}");
+    drop(run);
+
+    let mut run = start(&faulty(&place, "abort"), options).expect("started");
+    let error = run.step().err().expect("lost");
+    let text = error.to_string();
+    assert_eq!(error.code(), "R009", "{text}");
+    let stage = "killed by signal 6 (SIGABRT); it ran step 1, stage `fault`, 8 rows, samples ";
+    assert!(text.contains(stage), "{text}");
+}
+
+#[test]
+fn errors_of_a_process_print_what_those_of_a_thread_print() {
+    let place = Place::new();
+    let ids = place.path("id");
+    let errors = |pipe: &DataPipe| {
+        let processes = RunOptions {
+            processes: Some(processes(&ids, Transport::Path)),
+            ..RunOptions::default()
+        };
+        [RunOptions::default(), processes].map(|options| {
+            let error = start(pipe, options).and_then(|mut run| run.step().map(drop));
+            let error = error.expect_err("an error");
+            (error.code(), error.to_string())
+        })
+    };
+    let codes = [
+        ("start", "R003"),
+        ("panic", "R005"),
+        ("row", "R004"),
+        ("key", "R004"),
+        ("model", "R004"),
+        ("oh \\t no", "R004"),
+    ];
+    for (how, code) in codes {
+        let [thread, process] = errors(&faulty(&place, how));
+        assert_eq!(thread, process);
+        assert_eq!(thread.0, code, "{}", thread.1);
+    }
+}
+
+#[test]
+fn cancelling_a_run_cancels_the_call_in_its_process() {
+    let place = Place::new();
+    let ids = place.path("id");
+    let options = RunOptions {
+        processes: Some(processes(&ids, Transport::Path)),
+        ..RunOptions::default()
+    };
+    let cancel = options.cancel.clone();
+    let mut run = start(&faulty(&place, "wait"), options).expect("started");
+    let cancelling = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(300));
+        cancel.cancel();
+    });
+    let error = run.step().err().expect("cancelled");
+    assert_eq!(error.code(), "R011", "{error}");
+    cancelling.join().expect("no panic");
+    // The call has ended, so the worker answers.
+    run.versions().expect("a worker that answers");
+}
+
+#[test]
+fn what_exists_only_in_the_program_is_refused_by_its_process() {
+    let place = Place::new();
+    let spec = StageSpec::new().reads(keys::REWARDS);
+    let observer = stage_fn(spec, |batch, context| context.emit(batch));
+    let pipe = place.grpo("run", &[]).add_stage("observer", observer);
+    let ids = place.path("id");
+    let options = RunOptions {
+        processes: Some(processes(&ids, Transport::Path)),
+        ..RunOptions::default()
+    };
+    let error = start(&pipe, options).err().expect("refused").to_string();
+    assert!(
+        error.contains("exist only in the process that declared it"),
+        "{error}"
+    );
+}
+
+#[test]
+fn the_command_of_workers_is_not_for_use_by_hand() {
+    let pipe = |arguments: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_pipe"))
+            .args(arguments)
+            .output();
+        let output = output.expect("`pipe` runs");
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8");
+        (
+            output.status.code(),
+            text(output.stdout),
+            text(output.stderr),
+        )
+    };
+    let (status, out, err) = pipe(&["worker"]);
+    assert_eq!((status, out.as_str()), (Some(2), ""));
+    assert!(
+        err.contains("with which a run starts its worker processes"),
+        "{err}"
+    );
+    assert!(err.contains("help: use `pipe train`"), "{err}");
+    let (_, help, _) = pipe(&["--help"]);
+    assert!(!help.contains("worker"), "{help}");
+}
