@@ -428,11 +428,14 @@ impl Planner<'_> {
         let mut received = 0;
         while let Some(block) = waiting.pop_front() {
             let offers = blocks.iter().enumerate().filter_map(|(source, own)| {
-                let common = own.iter().find_map(|own| block.intersection(own))?;
+                let own = own.iter().find(|own| block.overlaps(own))?;
                 let distance = self.topology.distance(source, rank);
-                Some(((distance, self.sent[source], source), common))
+                Some(((distance, self.sent[source], source), own))
             });
-            let Some(((_, _, source), common)) = offers.min_by_key(|(order, _)| *order) else {
+            let best = offers.min_by_key(|(order, _)| *order);
+            let best =
+                best.and_then(|((.., source), own)| Some((source, block.intersection(own)?)));
+            let Some((source, common)) = best else {
                 return Err(block);
             };
             waiting.extend(block.without(&common));
