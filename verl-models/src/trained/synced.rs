@@ -30,9 +30,10 @@ impl<M: Module> Trained<M> {
         let specs = reshard::tensor_specs(self.module())?;
         let weights = Weights::of(self.module()).named.into_iter();
         let tensors: Vec<Tensor<1>> = weights.map(|(_, tensor)| tensor).collect();
-        let read = move |tensor: usize, cells: Range<usize>| {
+        let read = move |tensor: usize, cells: Range<usize>, bytes: &mut Vec<u8>| {
             let cells = tensors[tensor].clone().slice(cells);
-            Ok(cells.into_data().as_bytes().to_vec())
+            bytes.extend_from_slice(cells.into_data().as_bytes());
+            Ok(())
         };
         let source = BucketSource::new(version, specs, bucket_bytes, read)?;
         Ok(Box::new(source))
