@@ -31,6 +31,8 @@ pub(crate) struct Record {
 pub(crate) struct CallReport {
     pub records: Vec<Record>,
     pub samples: Vec<Value>,
+    /// When the call began; `None` if it ran in another process, which has another clock.
+    pub began: Option<Instant>,
     pub seconds: f64,
 }
 
@@ -184,6 +186,7 @@ pub(crate) fn call_stage(
         Err(message) => Err(CallFailure::Panic(message)),
     };
     let mut report = sink.report;
+    report.began = Some(start);
     report.seconds = start.elapsed().as_secs_f64();
     (report, result)
 }

@@ -30,6 +30,7 @@ pub mod runner;
 mod samples;
 mod slices;
 pub mod space;
+pub mod spans;
 mod spin_wait;
 pub mod stall;
 pub mod start;

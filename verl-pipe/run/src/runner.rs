@@ -23,6 +23,7 @@ use crate::records::{
 };
 use crate::row_errors::StepRows;
 use crate::samples::SampledRows;
+use crate::spans::{CallSpan, SpanLog};
 use crate::spin_wait;
 use crate::stall::StallReport;
 use crate::start::HostStage;
@@ -98,6 +99,8 @@ pub(super) struct Progress {
     pub(super) device_busy: bool,
     pub(super) host_running: usize,
     pub(super) reports: Reports,
+    /// Where and when calls ran.
+    pub(super) spans: SpanLog,
     /// When the last event arrived.
     pub(super) last_event: Instant,
     /// What the step waits for has been reported since then.
@@ -119,6 +122,8 @@ pub struct StepOutput {
     pub metrics: StepMetrics,
     /// Samples that stages reported, in declared order, followed by `samples_per_step` rows of the step.
     pub samples: Vec<Value>,
+    /// Calls as they ran, in the order of their start.
+    pub spans: Vec<CallSpan>,
 }
 
 impl Run {
@@ -170,6 +175,7 @@ impl Run {
             device_busy: false,
             host_running: 0,
             reports: Vec::new(),
+            spans: SpanLog::new(start),
             last_event: start,
             reported: false,
             late: None,
@@ -383,6 +389,7 @@ impl Run {
                     return Ok(());
                 };
                 let (id, input) = (flight.id, flight.input.clone());
+                progress.spans.emitted(id, batch.num_rows());
                 self.take_rows(progress, id, &input, &batch)
             }
             Event::Done {
@@ -393,6 +400,7 @@ impl Run {
                 let Some(flight) = progress.in_flight.remove(&call) else {
                     return Ok(());
                 };
+                self.note_device_call(progress, call, &flight, &report, result.is_err());
                 progress.device_busy = false;
                 self.pool.set_model_works(false);
                 progress
@@ -475,6 +483,7 @@ impl Run {
                 roles: self.roles.clone(),
             },
             samples,
+            spans: progress.spans.finish(&self.schedule),
         }
     }
 }
