@@ -1,0 +1,410 @@
+//! A step as text: a line of blocks for each lane, a table of the stages, idle times.
+
+use std::fmt;
+
+use verl_run::spans::{CallSpan, RUN, SpanOutcome, TimelineLine};
+use verl_trace::text::{Align, Table, count};
+
+use super::idle::{group_times, overlaps};
+use super::intervals::{both, clip, total};
+use super::lanes::{Lane, busy, is_in_step, label, lanes};
+
+/// Letters of the stages in the lines of blocks, in the order of their first start.
+const LETTERS: &str = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
+
+/// Letter of all further stages.
+const FURTHER: char = '#';
+
+/// A column in which a lane was mostly idle.
+const IDLE: char = '·';
+
+/// Minimum number of columns of the time axis.
+const MIN_COLUMNS: usize = 20;
+
+/// Maximum number of lanes that are drawn.
+const MAX_LANES: usize = 40;
+
+/// A step of a run, for a terminal with `width` columns.
+#[derive(Debug, Clone, Copy)]
+pub struct StepChart<'a> {
+    /// The step.
+    pub line: &'a TimelineLine,
+    /// Columns of the terminal; a narrow one is exceeded.
+    pub width: usize,
+}
+
+/// A unit in which all times of a step are printed.
+#[derive(Debug, Clone, Copy)]
+struct Unit {
+    name: &'static str,
+    per_second: f64,
+    digits: usize,
+}
+
+impl Unit {
+    fn of(step_s: f64) -> Unit {
+        let (name, per_second, digits) = match step_s {
+            s if s >= 100.0 => ("s", 1.0, 1),
+            s if s >= 2.0 => ("s", 1.0, 2),
+            s if s >= 0.1 => ("ms", 1e3, 0),
+            s if s >= 0.01 => ("ms", 1e3, 1),
+            _ => ("ms", 1e3, 2),
+        };
+        Unit {
+            name,
+            per_second,
+            digits,
+        }
+    }
+
+    /// The number without its unit.
+    fn number(self, seconds: f64) -> String {
+        let text = format!("{:.*}", self.digits, seconds * self.per_second);
+        // No minus sign before a zero.
+        match text.trim_start_matches(['-', '0', '.']).is_empty() {
+            true => text.trim_start_matches('-').to_owned(),
+            false => text,
+        }
+    }
+
+    fn text(self, seconds: f64) -> String {
+        format!("{} {}", self.number(seconds), self.name)
+    }
+}
+
+fn percent(part: f64, whole: f64) -> String {
+    match whole > 0.0 {
+        true => format!("{:.0} %", 100.0 * part / whole),
+        false => "–".to_owned(),
+    }
+}
+
+/// A row of the table: a stage at a place.
+struct StageTime<'a> {
+    letter: char,
+    label: String,
+    place: &'a str,
+    spans: Vec<&'a CallSpan>,
+}
+
+/// Stages at their places, in the order of their first start.
+fn stage_times<'a>(spans: &[&'a CallSpan]) -> Vec<StageTime<'a>> {
+    let mut stages: Vec<StageTime<'a>> = Vec::new();
+    let mut letters = LETTERS.chars();
+    for span in spans {
+        let name = label(span);
+        let known = stages
+            .iter_mut()
+            .find(|stage| stage.label == name && stage.place == span.place);
+        match known {
+            Some(stage) => stage.spans.push(span),
+            None => stages.push(StageTime {
+                letter: letters.next().unwrap_or(FURTHER),
+                label: name,
+                place: &span.place,
+                spans: vec![span],
+            }),
+        }
+    }
+    stages
+}
+
+impl fmt::Display for StepChart<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let line = self.line;
+        let unit = Unit::of(line.step_s);
+        let inside: Vec<&CallSpan> = line.spans.iter().filter(|s| is_in_step(s, line)).collect();
+        self.head(f, &inside, unit)?;
+        if inside.is_empty() {
+            writeln!(f, "no call is recorded")?;
+        } else {
+            let stages = stage_times(&inside);
+            self.blocks(f, &inside, &stages, unit)?;
+            self.table(f, &inside, &stages, unit)?;
+            self.idle(f, &inside, unit)?;
+        }
+        self.between(f)?;
+        for (names, seconds) in overlaps(&group_times(&inside, line.step_s), &inside) {
+            let (seconds, of) = (unit.text(seconds), unit.text(line.step_s));
+            writeln!(f, "{names} were both busy for {seconds} of {of}")?;
+        }
+        Ok(())
+    }
+}
+
+impl StepChart<'_> {
+    fn head(&self, f: &mut fmt::Formatter<'_>, inside: &[&CallSpan], unit: Unit) -> fmt::Result {
+        let calls: usize = inside
+            .iter()
+            .filter(|s| s.place != RUN)
+            .map(|s| s.calls)
+            .sum();
+        let step_s = unit.text(self.line.step_s);
+        let calls = count(calls as u64, "call");
+        writeln!(f, "step {}: {step_s}, {calls}", self.line.step)
+    }
+
+    /// A line of blocks for each lane.
+    fn blocks(
+        &self,
+        f: &mut fmt::Formatter<'_>,
+        inside: &[&CallSpan],
+        stages: &[StageTime<'_>],
+        unit: Unit,
+    ) -> fmt::Result {
+        let step_s = self.line.step_s;
+        let lanes = lanes(inside.iter().copied());
+        let drawn = &lanes[..lanes.len().min(MAX_LANES)];
+        let names: Vec<String> = drawn.iter().map(|lane| lane.name(&lanes)).collect();
+        let names_width = names.iter().map(|name| name.chars().count()).max();
+        let names_width = names_width.unwrap_or_default();
+        // Two blanks before the name and two after it, and ` 100 %` at the end.
+        let columns = self
+            .width
+            .saturating_sub(names_width + 4 + 7)
+            .max(MIN_COLUMNS);
+        writeln!(
+            f,
+            "\n{:names_width$}    {}",
+            "",
+            axis(columns, step_s, unit)
+        )?;
+        for (lane, name) in drawn.iter().zip(&names) {
+            let own = inside
+                .iter()
+                .copied()
+                .filter(|span| Lane::of(span) == *lane);
+            let share = percent(total(&clip(&busy(own), (0.0, step_s))), step_s);
+            let blocks = lane_blocks(lane, stages, columns, step_s);
+            writeln!(f, "  {name:names_width$}  {blocks} {share:>6}")?;
+        }
+        if let Some(more) = lanes.len().checked_sub(MAX_LANES).filter(|more| *more > 0) {
+            writeln!(f, "  {} not drawn", count(more as u64, "more thread"))?;
+        }
+        Ok(())
+    }
+
+    fn table(
+        &self,
+        f: &mut fmt::Formatter<'_>,
+        inside: &[&CallSpan],
+        stages: &[StageTime<'_>],
+        unit: Unit,
+    ) -> fmt::Result {
+        let step_s = self.line.step_s;
+        let timed = |what: &str| format!("{what} ({})", unit.name);
+        let mut table = Table::new(&[
+            (String::new(), Align::Left),
+            ("stage".to_owned(), Align::Left),
+            ("place".to_owned(), Align::Left),
+            ("calls".to_owned(), Align::Right),
+            ("rows".to_owned(), Align::Right),
+            ("emitted".to_owned(), Align::Right),
+            (timed("busy"), Align::Right),
+            ("of step".to_owned(), Align::Right),
+            (timed("start"), Align::Right),
+            (timed("end"), Align::Right),
+            ("overlap".to_owned(), Align::Right),
+        ]);
+        for stage in stages {
+            let spans = || stage.spans.iter().copied();
+            let own = busy(spans());
+            let others = inside.iter().copied().filter(|span| {
+                (label(span), span.place.as_str()) != (stage.label.clone(), stage.place)
+            });
+            let overlap = total(&both(&own, &busy(others)));
+            let sum = |of: fn(&CallSpan) -> usize| spans().map(of).sum::<usize>().to_string();
+            let start = spans()
+                .map(|span| span.start_s)
+                .fold(f64::INFINITY, f64::min);
+            let end = spans()
+                .map(|span| span.end_s)
+                .fold(f64::NEG_INFINITY, f64::max);
+            table.row([
+                stage.letter.to_string(),
+                stage.label.clone(),
+                stage.place.to_owned(),
+                sum(|span| span.calls),
+                sum(|span| span.rows),
+                sum(|span| span.rows_emitted),
+                unit.number(spans().map(CallSpan::busy_s).sum()),
+                percent(total(&clip(&own, (0.0, step_s))), step_s),
+                unit.number(start),
+                unit.number(end),
+                percent(overlap, total(&own)),
+            ]);
+        }
+        write!(f, "\n{table}")?;
+        for stage in stages {
+            let ended = |outcome| stage.spans.iter().filter(|s| s.outcome == outcome).count();
+            for (n, how) in [
+                (ended(SpanOutcome::Failed), "failed"),
+                (ended(SpanOutcome::TimedOut), "exceeded its deadline"),
+            ] {
+                if n > 0 {
+                    writeln!(f, "  {}: {} {how}", stage.label, count(n as u64, "time"))?;
+                }
+            }
+        }
+        let merged: usize = inside.iter().map(|span| span.merged).sum();
+        if merged > 0 {
+            writeln!(
+                f,
+                "  {} merged with the one before",
+                count(merged as u64, "call")
+            )?;
+        }
+        Ok(())
+    }
+
+    /// The longest gaps of each group.
+    fn idle(&self, f: &mut fmt::Formatter<'_>, inside: &[&CallSpan], unit: Unit) -> fmt::Result {
+        let step_s = self.line.step_s;
+        for time in group_times(inside, step_s) {
+            let idle = step_s - total(&clip(&time.busy, (0.0, step_s)));
+            let share = percent(idle, step_s);
+            write!(
+                f,
+                "\ngroup {} was idle for {} ({share})",
+                time.group,
+                unit.text(idle)
+            )?;
+            if time.gaps.is_empty() {
+                writeln!(f)?;
+                continue;
+            }
+            writeln!(f, ":")?;
+            let timed = |what: &str| (format!("{what} ({})", unit.name), Align::Right);
+            let mut table = Table::new(&[
+                timed("from"),
+                timed("to"),
+                timed("idle"),
+                ("before".to_owned(), Align::Left),
+                ("what ran meanwhile".to_owned(), Align::Left),
+            ]);
+            for gap in &time.gaps {
+                let length = gap.time.1 - gap.time.0;
+                let ran = gap.meanwhile.iter();
+                let ran = ran.map(|(name, seconds)| format!("{name} {}", unit.text(*seconds)));
+                let mut ran: Vec<String> = ran.collect();
+                // Handing over a batch takes some time, too.
+                if gap.nothing_s > 0.1 * length {
+                    ran.push(format!("no call {}", unit.text(gap.nothing_s)));
+                }
+                table.row([
+                    unit.number(gap.time.0),
+                    unit.number(gap.time.1),
+                    unit.number(length),
+                    gap.next.clone().unwrap_or_else(|| "end of step".to_owned()),
+                    ran.join(", "),
+                ]);
+            }
+            write!(f, "{table}")?;
+            if time.others > 0 {
+                writeln!(f, "  and {}", count(time.others as u64, "shorter gap"))?;
+            }
+        }
+        writeln!(f)
+    }
+
+    /// What ran before and after the step.
+    fn between(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let line = self.line;
+        let outside = || line.spans.iter().filter(|span| !is_in_step(span, line));
+        let before: Vec<&CallSpan> = outside().filter(|span| span.start_s < 0.0).collect();
+        let after: Vec<&CallSpan> = outside().filter(|span| span.start_s >= 0.0).collect();
+        for (when, spans) in [("before", before), ("after", after)] {
+            let stages = stage_times(&spans);
+            let texts = stages.iter().map(|stage| {
+                let seconds: f64 = stage.spans.iter().map(|span| span.busy_s()).sum();
+                let unit = Unit::of(seconds);
+                format!("{} ({}) {}", stage.label, stage.place, unit.text(seconds))
+            });
+            let texts: Vec<String> = texts.collect();
+            if !texts.is_empty() {
+                writeln!(f, "{when} the step: {}", texts.join(", "))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Five times along the axis, each at its column.
+fn axis(columns: usize, step_s: f64, unit: Unit) -> String {
+    let mut text = String::new();
+    for tick in 0..=4 {
+        let mark = match tick {
+            0 => format!("0 {}", unit.name),
+            _ => unit.number(step_s * tick as f64 / 4.0),
+        };
+        let at = match tick {
+            4 => columns.saturating_sub(mark.chars().count()),
+            _ => columns * tick / 4,
+        };
+        let used = text.chars().count();
+        if used == 0 || at > used {
+            text += &" ".repeat(at - used);
+            text += &mark;
+        }
+    }
+    text
+}
+
+/// The line of a lane: in each column the letter of the stage that ran longest, unless the lane was idle for longer. A
+/// stage that would not be visible gets its fullest column. Wide blocks contain the stage's name.
+fn lane_blocks(lane: &Lane, stages: &[StageTime<'_>], columns: usize, step_s: f64) -> String {
+    let column_s = step_s / columns as f64;
+    let own: Vec<&StageTime<'_>> = stages
+        .iter()
+        .filter(|stage| stage.spans.iter().any(|span| Lane::of(span) == *lane))
+        .collect();
+    let shares: Vec<Vec<f64>> = own
+        .iter()
+        .map(|stage| {
+            let spans = stage.spans.iter().copied();
+            let times = busy(spans.filter(|span| Lane::of(span) == *lane));
+            let within = |at: usize| {
+                let column = (at as f64 * column_s, (at + 1) as f64 * column_s);
+                total(&clip(&times, column)) / column_s
+            };
+            (0..columns).map(within).collect()
+        })
+        .collect();
+    let mut cells: Vec<Option<usize>> = (0..columns)
+        .map(|at| {
+            let busy: f64 = shares.iter().map(|share| share[at]).sum();
+            let longest = (0..own.len()).max_by(|a, b| shares[*a][at].total_cmp(&shares[*b][at]));
+            longest.filter(|_| busy >= 0.5)
+        })
+        .collect();
+    for stage in 0..own.len() {
+        if !cells.contains(&Some(stage)) {
+            let fullest =
+                (0..columns).max_by(|a, b| shares[stage][*a].total_cmp(&shares[stage][*b]));
+            if let Some(at) = fullest {
+                cells[at] = Some(stage);
+            }
+        }
+    }
+    let mut text = String::new();
+    for block in cells.chunk_by(|a, b| a == b) {
+        match block[0].map(|stage| own[stage]) {
+            None => text.extend(std::iter::repeat_n(IDLE, block.len())),
+            Some(stage) => text += &block_text(stage.letter, &stage.label, block.len()),
+        }
+    }
+    text
+}
+
+/// A block of `columns`, with the name in its middle if it fits.
+fn block_text(letter: char, name: &str, columns: usize) -> String {
+    let letters = |n| std::iter::repeat_n(letter, n).collect::<String>();
+    match columns.checked_sub(name.chars().count() + 4) {
+        None => letters(columns),
+        Some(free) => {
+            let left = 1 + free / 2;
+            let right = 2 + free - left;
+            format!("{} {name} {}", letters(left), letters(right))
+        }
+    }
+}
