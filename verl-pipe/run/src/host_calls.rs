@@ -12,7 +12,6 @@ use crate::error::RunError;
 use crate::host_pool::{Cell, HostJob};
 use crate::row_errors::RowFailure;
 use crate::runner::{HostFlight, InFlight, Progress, Run};
-use crate::spans::{CallSpan, SpanOutcome};
 use crate::start::HostStage;
 use crate::step::CallId;
 use crate::worker::start_stage;
@@ -108,45 +107,29 @@ impl Run {
         flight: InFlight,
         hung: Option<(RunError, f64)>,
     ) -> Result<(), RunError> {
+        self.note_host_job(progress, &flight, hung.is_some());
         let InFlight {
             id,
             input,
-            since,
             host:
                 Some(HostFlight {
                     units,
                     mut first_row,
                     cell,
                 }),
+            ..
         } = flight
         else {
             return Ok(());
         };
-        let (finished, failure, stage, ran) = {
+        let (finished, failure, stage) = {
             let mut cell = cell.lock();
             (
                 std::mem::take(&mut cell.finished),
                 cell.failure.take(),
                 cell.stage.take(),
-                cell.ran,
             )
         };
-        let outcome = match (&failure, &hung) {
-            (_, Some(_)) => SpanOutcome::TimedOut,
-            (Some(_), None) => SpanOutcome::Failed,
-            (None, None) => SpanOutcome::Done,
-        };
-        let tried = finished.len() + usize::from(outcome != SpanOutcome::Done);
-        let emitted = finished.iter().flat_map(|result| &result.batches);
-        let span = CallSpan {
-            wave: progress.state.wave(id),
-            rows: units.iter().take(tried).map(Batch::num_rows).sum(),
-            rows_emitted: emitted.map(Batch::num_rows).sum(),
-            calls: tried,
-            outcome,
-            ..CallSpan::default()
-        };
-        progress.spans.host_job(id, span, since, ran);
         let lost_object = stage.is_none();
         self.return_object(id.0, stage)?;
         let mut rest = units.into_iter();

@@ -23,7 +23,7 @@ use crate::records::{
 };
 use crate::row_errors::StepRows;
 use crate::samples::SampledRows;
-use crate::spans::{CallSpan, SpanLog};
+use crate::spans::{CallSpan, SpanLog, SpanOutcome};
 use crate::spin_wait;
 use crate::stall::StallReport;
 use crate::start::HostStage;
@@ -56,6 +56,8 @@ pub struct Run {
     pub(super) left: BTreeMap<String, LeftOver>,
     /// Rows of the last step that failed or were slow.
     pub(super) row_errors: Vec<RowErrorLine>,
+    /// Calls of the last step, if it failed.
+    pub(super) failed_spans: Vec<CallSpan>,
     pub(super) step: u64,
     pub(super) next_call: u64,
 }
@@ -165,6 +167,7 @@ impl Run {
     pub fn step_at(&mut self, step: u64) -> Result<StepOutput, RunError> {
         let start = Instant::now();
         self.row_errors.clear();
+        self.failed_spans.clear();
         self.options.tap.step_begin(step);
         let span = tracing::debug_span!("step", step);
         let _entered = span.enter();
@@ -188,6 +191,7 @@ impl Run {
             self.report_stall(&mut progress, &error);
             progress.env.cancel.cancel();
             self.drain(&mut progress);
+            self.failed_spans = progress.spans.finish(&self.schedule);
             self.options.tap.step_failed(step, &error);
             self.note_left_over(&progress);
             self.report_rows(&progress, Some(&error));
@@ -400,7 +404,8 @@ impl Run {
                 let Some(flight) = progress.in_flight.remove(&call) else {
                     return Ok(());
                 };
-                self.note_device_call(progress, call, &flight, &report, result.is_err());
+                let outcome = SpanOutcome::of(&result);
+                self.note_device_call(progress, call, &flight, &report, outcome);
                 progress.device_busy = false;
                 self.pool.set_model_works(false);
                 progress

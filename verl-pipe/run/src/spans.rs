@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_plan::schedule::placement::{Place, Schedule};
+use verl_words::batch::Batch;
 
-use crate::channel::CallReport;
+use crate::channel::{CallFailure, CallReport};
 use crate::host_pool::Ran;
 use crate::runner::{InFlight, Progress, Run};
 use crate::step::CallId;
@@ -55,8 +56,18 @@ pub enum SpanOutcome {
     Done,
     /// It returned an error or panicked.
     Failed,
-    /// It exceeded its deadline and was abandoned.
-    TimedOut,
+    /// It was abandoned: it exceeded its deadline, or did not end in time after the step had failed.
+    Abandoned,
+}
+
+impl SpanOutcome {
+    /// The outcome of a call that has ended.
+    pub(crate) fn of(result: &Result<(), CallFailure>) -> SpanOutcome {
+        match result {
+            Ok(()) => SpanOutcome::Done,
+            Err(_) => SpanOutcome::Failed,
+        }
+    }
 }
 
 /// A call of a stage as it ran, or other work of the run. Fields with the value 0, or with the first value of their
@@ -131,6 +142,9 @@ pub struct TimelineLine {
     pub step: u64,
     /// When the step ended (seconds since 1970-01-01 UTC), as in `metrics.jsonl`.
     pub timestamp: f64,
+    /// The step failed; `status.json` has the reason.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub failed: bool,
     /// Start of the step since the start of the run (seconds), by a clock that is never set back.
     pub start_s: f64,
     /// Time of the step (seconds), as `perf/step_s`.
@@ -248,7 +262,7 @@ impl SpanLog {
     ) {
         let Some(ran) = ran else { return };
         let ended = match known.outcome {
-            SpanOutcome::TimedOut => Instant::now(),
+            SpanOutcome::Abandoned => Instant::now(),
             SpanOutcome::Done | SpanOutcome::Failed => ran.ended,
         };
         let known = CallSpan {
@@ -283,9 +297,9 @@ impl SpanLog {
         self.spans.push(PlacedSpan { stage, place, span });
     }
 
-    /// The spans in the order of their start, with names. Crowded lanes are thinned.
-    pub(crate) fn finish(self, schedule: &Schedule) -> Vec<CallSpan> {
-        let named = self.spans.into_iter().map(|placed| CallSpan {
+    /// Takes the spans in the order of their start, with names. Those of crowded lanes are merged.
+    pub(crate) fn finish(&mut self, schedule: &Schedule) -> Vec<CallSpan> {
+        let named = self.spans.drain(..).map(|placed| CallSpan {
             stage: schedule.plan().stages()[placed.stage].name().to_owned(),
             place: match placed.place {
                 Place::Host => HOST.to_owned(),
@@ -300,6 +314,12 @@ impl SpanLog {
 }
 
 impl Run {
+    /// Calls of the last step, in the order of their start, if it failed; the output of a step that did not fail
+    /// contains them.
+    pub fn failed_spans(&self) -> &[CallSpan] {
+        &self.failed_spans
+    }
+
     /// Adds a call of a device worker that has ended to the timeline of the step.
     pub(super) fn note_device_call(
         &self,
@@ -307,21 +327,61 @@ impl Run {
         call: u64,
         flight: &InFlight,
         report: &CallReport,
-        failed: bool,
+        outcome: SpanOutcome,
     ) {
         let known = CallSpan {
             call,
             wave: progress.state.wave(flight.id),
             rows: flight.input.num_rows(),
-            outcome: match failed {
-                true => SpanOutcome::Failed,
-                false => SpanOutcome::Done,
-            },
+            outcome,
             ..CallSpan::default()
         };
         let place = self.schedule.places()[flight.id.0];
         let log = &mut progress.spans;
         log.call(flight.id, place, known, flight.since, report);
+    }
+
+    /// Adds a call of a device worker that is abandoned.
+    pub(super) fn note_abandoned_call(
+        &self,
+        progress: &mut Progress,
+        call: u64,
+        flight: &InFlight,
+    ) {
+        let report = CallReport {
+            seconds: flight.since.elapsed().as_secs_f64(),
+            ..CallReport::default()
+        };
+        self.note_device_call(progress, call, flight, &report, SpanOutcome::Abandoned);
+    }
+
+    /// Adds a job of the host pool that has ended, or is `abandoned`. Its cell still contains the results.
+    pub(super) fn note_host_job(
+        &self,
+        progress: &mut Progress,
+        flight: &InFlight,
+        abandoned: bool,
+    ) {
+        let Some(host) = &flight.host else { return };
+        let cell = host.cell.lock();
+        let outcome = match (&cell.failure, abandoned) {
+            (_, true) => SpanOutcome::Abandoned,
+            (Some(_), false) => SpanOutcome::Failed,
+            (None, false) => SpanOutcome::Done,
+        };
+        let tried = cell.finished.len() + usize::from(outcome != SpanOutcome::Done);
+        let units = host.units.iter().take(tried);
+        let emitted = cell.finished.iter().flat_map(|result| &result.batches);
+        let known = CallSpan {
+            wave: progress.state.wave(flight.id),
+            rows: units.map(Batch::num_rows).sum(),
+            rows_emitted: emitted.map(Batch::num_rows).sum(),
+            calls: tried,
+            outcome,
+            ..CallSpan::default()
+        };
+        let log = &mut progress.spans;
+        log.host_job(flight.id, known, flight.since, cell.ran);
     }
 }
 
@@ -426,7 +486,7 @@ mod tests {
             calls: 3,
             merged: 2,
             busy_s: Some(0.125),
-            outcome: SpanOutcome::TimedOut,
+            outcome: SpanOutcome::Abandoned,
             ..span("b", 2, -0.5, 0.5)
         };
         for span in [usual, unusual] {

@@ -94,25 +94,44 @@ impl TimelineFile {
 
     /// Ends a step that began at `since`: writes its line, unless the file is so full that the step is left out. A line
     /// that cannot be written ends the timeline with a warning; the run continues.
-    pub(crate) fn step(&mut self, metrics: &StepMetrics, mut spans: Vec<CallSpan>, since: Instant) {
+    pub(crate) fn step(&mut self, metrics: &StepMetrics, spans: Vec<CallSpan>, since: Instant) {
+        let line = TimelineLine {
+            step: metrics.step,
+            timestamp: metrics.timestamp,
+            step_s: metrics.get(STEP_S.name).unwrap_or_default(),
+            spans,
+            ..TimelineLine::default()
+        };
+        self.add(line, since);
+    }
+
+    /// Ends a step that began at `since` and failed at `ended`. It is never left out.
+    pub(crate) fn failed(&mut self, step: u64, spans: &[CallSpan], since: Instant, ended: Instant) {
+        let line = TimelineLine {
+            step,
+            timestamp: now(),
+            failed: true,
+            step_s: seconds_since(since, ended),
+            spans: spans.to_vec(),
+            ..TimelineLine::default()
+        };
+        self.add(line, since);
+    }
+
+    fn add(&mut self, mut line: TimelineLine, since: Instant) {
         if self.ended {
             return;
         }
         let start_s = seconds_since(self.began, since);
         let waits = self.waits.take();
-        spans.extend(waits.into_iter().map(|wait| wait.span(since)));
-        spans.extend(self.between.drain(..).map(|mut span| {
+        line.spans
+            .extend(waits.into_iter().map(|wait| wait.span(since)));
+        line.spans.extend(self.between.drain(..).map(|mut span| {
             span.shift(-start_s);
             span
         }));
-        spans.sort_by(|a, b| a.start_s.total_cmp(&b.start_s));
-        let line = TimelineLine {
-            step: metrics.step,
-            timestamp: now(),
-            start_s,
-            step_s: metrics.get(STEP_S.name).unwrap_or_default(),
-            spans,
-        };
+        line.spans.sort_by(|a, b| a.start_s.total_cmp(&b.start_s));
+        line.start_s = start_s;
         if let Err(error) = self.write(&line) {
             self.ended = true;
             tracing::warn!(
@@ -125,7 +144,7 @@ impl TimelineFile {
 
     fn write(&mut self, line: &TimelineLine) -> io::Result<()> {
         let used = self.lines.as_ref().map_or(0, Lines::len);
-        if !line.step.is_multiple_of(stride(self.budget, used)) {
+        if !line.failed && !line.step.is_multiple_of(stride(self.budget, used)) {
             return Ok(());
         }
         let text = serde_json::to_string(line)?;

@@ -273,6 +273,10 @@ impl Trainer {
         let began = Instant::now();
         let output = self.run.step();
         let ended = Instant::now();
+        if output.is_err() {
+            let (step, spans) = (self.run.steps_done() + 1, self.run.failed_spans());
+            self.timeline_file.failed(step, spans, began, ended);
+        }
         self.record_late_states();
         let rows_written = self.folder.row_errors(self.run.row_errors());
         let StepOutput {

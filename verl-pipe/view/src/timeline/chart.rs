@@ -33,7 +33,7 @@ pub struct StepChart<'a> {
     pub width: usize,
 }
 
-/// A unit in which all times of a step are printed.
+/// The unit of all positions in a step: a thousandth of the step is visible.
 #[derive(Debug, Clone, Copy)]
 struct Unit {
     name: &'static str,
@@ -45,10 +45,11 @@ impl Unit {
     fn of(step_s: f64) -> Unit {
         let (name, per_second, digits) = match step_s {
             s if s >= 100.0 => ("s", 1.0, 1),
-            s if s >= 2.0 => ("s", 1.0, 2),
-            s if s >= 0.1 => ("ms", 1e3, 0),
-            s if s >= 0.01 => ("ms", 1e3, 1),
-            _ => ("ms", 1e3, 2),
+            s if s >= 10.0 => ("s", 1.0, 2),
+            s if s >= 1.0 => ("s", 1.0, 3),
+            s if s >= 0.1 => ("ms", 1e3, 1),
+            s if s >= 0.01 => ("ms", 1e3, 2),
+            _ => ("ms", 1e3, 3),
         };
         Unit {
             name,
@@ -66,16 +67,27 @@ impl Unit {
             false => text,
         }
     }
+}
 
-    fn text(self, seconds: f64) -> String {
-        format!("{} {}", self.number(seconds), self.name)
+/// A duration with three significant digits, in its own unit.
+fn duration(seconds: f64) -> String {
+    match seconds {
+        s if s >= 100.0 => format!("{s:.0} s"),
+        s if s >= 10.0 => format!("{s:.1} s"),
+        s if s >= 1.0 => format!("{s:.2} s"),
+        s if s >= 0.1 => format!("{:.0} ms", s * 1e3),
+        s if s >= 0.01 => format!("{:.1} ms", s * 1e3),
+        s if s >= 0.001 => format!("{:.2} ms", s * 1e3),
+        s if s >= 0.5e-6 => format!("{:.0} µs", s * 1e6),
+        _ => "0 s".to_owned(),
     }
 }
 
 fn percent(part: f64, whole: f64) -> String {
-    match whole > 0.0 {
-        true => format!("{:.0} %", 100.0 * part / whole),
-        false => "–".to_owned(),
+    match part / whole {
+        share if share.is_nan() => "–".to_owned(),
+        share if share > 0.0 && share < 0.005 => "<1 %".to_owned(),
+        share => format!("{:.0} %", 100.0 * share),
     }
 }
 
@@ -114,7 +126,7 @@ impl fmt::Display for StepChart<'_> {
         let line = self.line;
         let unit = Unit::of(line.step_s);
         let inside: Vec<&CallSpan> = line.spans.iter().filter(|s| is_in_step(s, line)).collect();
-        self.head(f, &inside, unit)?;
+        self.head(f, &inside)?;
         if inside.is_empty() {
             writeln!(f, "no call is recorded")?;
         } else {
@@ -125,7 +137,7 @@ impl fmt::Display for StepChart<'_> {
         }
         self.between(f)?;
         for (names, seconds) in overlaps(&group_times(&inside, line.step_s), &inside) {
-            let (seconds, of) = (unit.text(seconds), unit.text(line.step_s));
+            let (seconds, of) = (duration(seconds), duration(line.step_s));
             writeln!(f, "{names} were both busy for {seconds} of {of}")?;
         }
         Ok(())
@@ -133,15 +145,19 @@ impl fmt::Display for StepChart<'_> {
 }
 
 impl StepChart<'_> {
-    fn head(&self, f: &mut fmt::Formatter<'_>, inside: &[&CallSpan], unit: Unit) -> fmt::Result {
+    fn head(&self, f: &mut fmt::Formatter<'_>, inside: &[&CallSpan]) -> fmt::Result {
         let calls: usize = inside
             .iter()
             .filter(|s| s.place != RUN)
             .map(|s| s.calls)
             .sum();
-        let step_s = unit.text(self.line.step_s);
+        let step_s = duration(self.line.step_s);
         let calls = count(calls as u64, "call");
-        writeln!(f, "step {}: {step_s}, {calls}", self.line.step)
+        let failed = match self.line.failed {
+            true => "; the step failed",
+            false => "",
+        };
+        writeln!(f, "step {}: {step_s}, {calls}{failed}", self.line.step)
     }
 
     /// A line of blocks for each lane.
@@ -200,7 +216,7 @@ impl StepChart<'_> {
             ("calls".to_owned(), Align::Right),
             ("rows".to_owned(), Align::Right),
             ("emitted".to_owned(), Align::Right),
-            (timed("busy"), Align::Right),
+            ("busy".to_owned(), Align::Right),
             ("of step".to_owned(), Align::Right),
             (timed("start"), Align::Right),
             (timed("end"), Align::Right),
@@ -227,7 +243,7 @@ impl StepChart<'_> {
                 sum(|span| span.calls),
                 sum(|span| span.rows),
                 sum(|span| span.rows_emitted),
-                unit.number(spans().map(CallSpan::busy_s).sum()),
+                duration(spans().map(CallSpan::busy_s).sum()),
                 percent(total(&clip(&own, (0.0, step_s))), step_s),
                 unit.number(start),
                 unit.number(end),
@@ -239,7 +255,7 @@ impl StepChart<'_> {
             let ended = |outcome| stage.spans.iter().filter(|s| s.outcome == outcome).count();
             for (n, how) in [
                 (ended(SpanOutcome::Failed), "failed"),
-                (ended(SpanOutcome::TimedOut), "exceeded its deadline"),
+                (ended(SpanOutcome::Abandoned), "abandoned"),
             ] {
                 if n > 0 {
                     writeln!(f, "  {}: {} {how}", stage.label, count(n as u64, "time"))?;
@@ -267,7 +283,7 @@ impl StepChart<'_> {
                 f,
                 "\ngroup {} was idle for {} ({share})",
                 time.group,
-                unit.text(idle)
+                duration(idle)
             )?;
             if time.gaps.is_empty() {
                 writeln!(f)?;
@@ -278,23 +294,23 @@ impl StepChart<'_> {
             let mut table = Table::new(&[
                 timed("from"),
                 timed("to"),
-                timed("idle"),
+                ("idle".to_owned(), Align::Right),
                 ("before".to_owned(), Align::Left),
                 ("what ran meanwhile".to_owned(), Align::Left),
             ]);
             for gap in &time.gaps {
                 let length = gap.time.1 - gap.time.0;
                 let ran = gap.meanwhile.iter();
-                let ran = ran.map(|(name, seconds)| format!("{name} {}", unit.text(*seconds)));
+                let ran = ran.map(|(name, seconds)| format!("{name} {}", duration(*seconds)));
                 let mut ran: Vec<String> = ran.collect();
                 // Handing over a batch takes some time, too.
                 if gap.nothing_s > 0.1 * length {
-                    ran.push(format!("no call {}", unit.text(gap.nothing_s)));
+                    ran.push(format!("no call {}", duration(gap.nothing_s)));
                 }
                 table.row([
                     unit.number(gap.time.0),
                     unit.number(gap.time.1),
-                    unit.number(length),
+                    duration(length),
                     gap.next.clone().unwrap_or_else(|| "end of step".to_owned()),
                     ran.join(", "),
                 ]);
@@ -317,8 +333,7 @@ impl StepChart<'_> {
             let stages = stage_times(&spans);
             let texts = stages.iter().map(|stage| {
                 let seconds: f64 = stage.spans.iter().map(|span| span.busy_s()).sum();
-                let unit = Unit::of(seconds);
-                format!("{} ({}) {}", stage.label, stage.place, unit.text(seconds))
+                format!("{} ({}) {}", stage.label, stage.place, duration(seconds))
             });
             let texts: Vec<String> = texts.collect();
             if !texts.is_empty() {

@@ -25,6 +25,7 @@ fn line(step: u64, step_ms: u32, mut spans: Vec<CallSpan>) -> TimelineLine {
     TimelineLine {
         step,
         timestamp: 1.7e9,
+        failed: false,
         start_s: 10.0 * step as f64,
         step_s: f64::from(step_ms) / 1e3,
         spans,
@@ -114,13 +115,14 @@ fn a_narrow_terminal_and_a_short_step() {
             ..micro(300.0, 610.0)
         },
         CallSpan {
-            outcome: SpanOutcome::TimedOut,
+            outcome: SpanOutcome::Abandoned,
             stage: "judge".to_owned(),
             ..micro(650.0, 655.0)
         },
     ];
     let short = TimelineLine {
         step_s: 700e-6,
+        failed: true,
         ..line(1, 0, spans)
     };
     insta::assert_snapshot!(chart(&short, 20));
@@ -129,7 +131,7 @@ fn a_narrow_terminal_and_a_short_step() {
 #[test]
 fn steps_without_calls_and_with_many_threads() {
     let text = chart(&line(3, 0, Vec::new()), 80);
-    assert_eq!(text, "step 3: 0.00 ms, 0 calls\nno call is recorded\n");
+    assert_eq!(text, "step 3: 0 s, 0 calls\nno call is recorded\n");
     let many = (0..60).map(|lane| call("rule", (HOST, lane), (0, 50)));
     let many = many.chain((0..60).map(|at| call(&format!("s{at}"), ("cpu", 0), (at, at + 1))));
     let text = chart(&line(3, 60, many.collect()), 100);
