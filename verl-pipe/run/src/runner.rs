@@ -23,7 +23,8 @@ use crate::records::{
 };
 use crate::row_errors::StepRows;
 use crate::samples::SampledRows;
-use crate::spans::{CallSpan, SpanLog, SpanOutcome};
+use crate::span_log::SpanLog;
+use crate::spans::{CallSpan, SpanOutcome};
 use crate::spin_wait;
 use crate::stall::StallReport;
 use crate::start::HostStage;

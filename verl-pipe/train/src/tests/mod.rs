@@ -14,5 +14,6 @@ mod samples;
 mod stall;
 mod state;
 mod streaming;
+mod timeline;
 mod trace;
 pub(super) mod trainer;

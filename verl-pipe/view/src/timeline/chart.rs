@@ -5,18 +5,11 @@ use std::fmt;
 use verl_run::spans::{CallSpan, RUN, SpanOutcome, TimelineLine};
 use verl_trace::text::{Align, Table, count};
 
+use super::blocks::{StageTime, axis, lane_blocks, stage_times};
 use super::idle::{group_times, overlaps};
 use super::intervals::{both, clip, total};
 use super::lanes::{Lane, busy, is_in_step, label, lanes};
-
-/// Letters of the stages in the lines of blocks, in the order of their first start.
-const LETTERS: &str = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
-
-/// Letter of all further stages.
-const FURTHER: char = '#';
-
-/// A column in which a lane was mostly idle.
-const IDLE: char = '·';
+use super::units::{Unit, duration, percent};
 
 /// Minimum number of columns of the time axis.
 const MIN_COLUMNS: usize = 20;
@@ -31,94 +24,6 @@ pub struct StepChart<'a> {
     pub line: &'a TimelineLine,
     /// Columns of the terminal; a narrow one is exceeded.
     pub width: usize,
-}
-
-/// The unit of all positions in a step: a thousandth of the step is visible.
-#[derive(Debug, Clone, Copy)]
-struct Unit {
-    name: &'static str,
-    per_second: f64,
-    digits: usize,
-}
-
-impl Unit {
-    fn of(step_s: f64) -> Unit {
-        let (name, per_second, digits) = match step_s {
-            s if s >= 100.0 => ("s", 1.0, 1),
-            s if s >= 10.0 => ("s", 1.0, 2),
-            s if s >= 1.0 => ("s", 1.0, 3),
-            s if s >= 0.1 => ("ms", 1e3, 1),
-            s if s >= 0.01 => ("ms", 1e3, 2),
-            _ => ("ms", 1e3, 3),
-        };
-        Unit {
-            name,
-            per_second,
-            digits,
-        }
-    }
-
-    /// The number without its unit.
-    fn number(self, seconds: f64) -> String {
-        let text = format!("{:.*}", self.digits, seconds * self.per_second);
-        // No minus sign before a zero.
-        match text.trim_start_matches(['-', '0', '.']).is_empty() {
-            true => text.trim_start_matches('-').to_owned(),
-            false => text,
-        }
-    }
-}
-
-/// A duration with three significant digits, in its own unit.
-fn duration(seconds: f64) -> String {
-    match seconds {
-        s if s >= 100.0 => format!("{s:.0} s"),
-        s if s >= 10.0 => format!("{s:.1} s"),
-        s if s >= 1.0 => format!("{s:.2} s"),
-        s if s >= 0.1 => format!("{:.0} ms", s * 1e3),
-        s if s >= 0.01 => format!("{:.1} ms", s * 1e3),
-        s if s >= 0.001 => format!("{:.2} ms", s * 1e3),
-        s if s >= 0.5e-6 => format!("{:.0} µs", s * 1e6),
-        _ => "0 s".to_owned(),
-    }
-}
-
-fn percent(part: f64, whole: f64) -> String {
-    match part / whole {
-        share if share.is_nan() => "–".to_owned(),
-        share if share > 0.0 && share < 0.005 => "<1 %".to_owned(),
-        share => format!("{:.0} %", 100.0 * share),
-    }
-}
-
-/// A row of the table: a stage at a place.
-struct StageTime<'a> {
-    letter: char,
-    label: String,
-    place: &'a str,
-    spans: Vec<&'a CallSpan>,
-}
-
-/// Stages at their places, in the order of their first start.
-fn stage_times<'a>(spans: &[&'a CallSpan]) -> Vec<StageTime<'a>> {
-    let mut stages: Vec<StageTime<'a>> = Vec::new();
-    let mut letters = LETTERS.chars();
-    for span in spans {
-        let name = label(span);
-        let known = stages
-            .iter_mut()
-            .find(|stage| stage.label == name && stage.place == span.place);
-        match known {
-            Some(stage) => stage.spans.push(span),
-            None => stages.push(StageTime {
-                letter: letters.next().unwrap_or(FURTHER),
-                label: name,
-                place: &span.place,
-                spans: vec![span],
-            }),
-        }
-    }
-    stages
 }
 
 impl fmt::Display for StepChart<'_> {
@@ -341,85 +246,5 @@ impl StepChart<'_> {
             }
         }
         Ok(())
-    }
-}
-
-/// Five times along the axis, each at its column.
-fn axis(columns: usize, step_s: f64, unit: Unit) -> String {
-    let mut text = String::new();
-    for tick in 0..=4 {
-        let mark = match tick {
-            0 => format!("0 {}", unit.name),
-            _ => unit.number(step_s * tick as f64 / 4.0),
-        };
-        let at = match tick {
-            4 => columns.saturating_sub(mark.chars().count()),
-            _ => columns * tick / 4,
-        };
-        let used = text.chars().count();
-        if used == 0 || at > used {
-            text += &" ".repeat(at - used);
-            text += &mark;
-        }
-    }
-    text
-}
-
-/// The line of a lane: in each column the letter of the stage that ran longest, unless the lane was idle for longer. A
-/// stage that would not be visible gets its fullest column. Wide blocks contain the stage's name.
-fn lane_blocks(lane: &Lane, stages: &[StageTime<'_>], columns: usize, step_s: f64) -> String {
-    let column_s = step_s / columns as f64;
-    let own: Vec<&StageTime<'_>> = stages
-        .iter()
-        .filter(|stage| stage.spans.iter().any(|span| Lane::of(span) == *lane))
-        .collect();
-    let shares: Vec<Vec<f64>> = own
-        .iter()
-        .map(|stage| {
-            let spans = stage.spans.iter().copied();
-            let times = busy(spans.filter(|span| Lane::of(span) == *lane));
-            let within = |at: usize| {
-                let column = (at as f64 * column_s, (at + 1) as f64 * column_s);
-                total(&clip(&times, column)) / column_s
-            };
-            (0..columns).map(within).collect()
-        })
-        .collect();
-    let mut cells: Vec<Option<usize>> = (0..columns)
-        .map(|at| {
-            let busy: f64 = shares.iter().map(|share| share[at]).sum();
-            let longest = (0..own.len()).max_by(|a, b| shares[*a][at].total_cmp(&shares[*b][at]));
-            longest.filter(|_| busy >= 0.5)
-        })
-        .collect();
-    for stage in 0..own.len() {
-        if !cells.contains(&Some(stage)) {
-            let fullest =
-                (0..columns).max_by(|a, b| shares[stage][*a].total_cmp(&shares[stage][*b]));
-            if let Some(at) = fullest {
-                cells[at] = Some(stage);
-            }
-        }
-    }
-    let mut text = String::new();
-    for block in cells.chunk_by(|a, b| a == b) {
-        match block[0].map(|stage| own[stage]) {
-            None => text.extend(std::iter::repeat_n(IDLE, block.len())),
-            Some(stage) => text += &block_text(stage.letter, &stage.label, block.len()),
-        }
-    }
-    text
-}
-
-/// A block of `columns`, with the name in its middle if it fits.
-fn block_text(letter: char, name: &str, columns: usize) -> String {
-    let letters = |n| std::iter::repeat_n(letter, n).collect::<String>();
-    match columns.checked_sub(name.chars().count() + 4) {
-        None => letters(columns),
-        Some(free) => {
-            let left = 1 + free / 2;
-            let right = 2 + free - left;
-            format!("{} {name} {}", letters(left), letters(right))
-        }
     }
 }

@@ -3,12 +3,14 @@
 //! [`RecordedTimeline`] reads `timeline.jsonl` of a run folder, [`StepChart`] prints a step, [`write_chrome`] writes
 //! steps in a format that Perfetto and Chrome open.
 
+mod blocks;
 mod chart;
 mod chrome;
 mod idle;
 mod intervals;
 mod lanes;
 mod read;
+mod units;
 
 pub use chart::StepChart;
 pub use chrome::write_chrome;

@@ -20,13 +20,13 @@ pub enum TimelineError {
     #[error(transparent)]
     Run(#[from] InspectError),
     /// The file does not exist or is empty.
-    #[error("`{}` has no timeline: no step was recorded", .dir.display())]
+    #[error("`{}` has no timeline: a run writes it after each step unless `trace.timeline_mb` is 0, so start a run with a higher limit or wait for the first step", .dir.display())]
     Empty {
         /// The run.
         dir: PathBuf,
     },
     /// A step that was not recorded.
-    #[error("the timeline has no step {step}; it has {}", ranges(.steps))]
+    #[error("the timeline has no step {step}; it has {}; use one of them, or omit `--step` for the last", ranges(.steps))]
     NoStep {
         /// As given.
         step: u64,
@@ -192,7 +192,10 @@ mod tests {
         let error = timeline.step(Some(3)).expect_err("not recorded");
         assert_eq!(
             (error.code(), error.to_string().as_str()),
-            ("T015", "the timeline has no step 3; it has steps 2, 4")
+            (
+                "T015",
+                "the timeline has no step 3; it has steps 2, 4; use one of them, or omit `--step` for the last"
+            )
         );
     }
 
