@@ -225,12 +225,8 @@ fn a_failed_step_is_on_the_timeline() {
         [(1, false), (2, true)]
     );
     let failed = &lines[1];
-    let last = failed
-        .spans
-        .iter()
-        .filter(|span| span.kind == SpanKind::Call)
-        .next_back()
-        .unwrap();
+    let mut spans = failed.spans.iter();
+    let last = spans.rfind(|span| span.kind == SpanKind::Call).unwrap();
     assert_eq!(
         (last.stage.as_str(), last.outcome),
         ("update", SpanOutcome::Failed)
