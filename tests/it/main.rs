@@ -46,6 +46,7 @@ mod schemas;
 mod settings_are_read;
 mod source;
 mod targets;
+mod timeline;
 mod trace;
 mod trace_files;
 mod trace_settings;

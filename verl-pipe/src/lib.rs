@@ -63,9 +63,9 @@ pub mod plan {
 /// Running a pipeline: [`Run`](run::runner::Run) executes the steps, [`Trainer`](run::trainer::Trainer) a complete run.
 pub mod run {
     pub use verl_run::{
-        error, guard, interrupt, metrics, records, runner, space, stall, state, worker,
+        error, guard, interrupt, metrics, records, runner, space, spans, stall, state, worker,
     };
-    pub use verl_train::{columns, console, folder, timeline, trainer, warnings};
+    pub use verl_train::{columns, console, folder, timeline, timeline_file, trainer, warnings};
 }
 
 /// The trace of a run: what is recorded, its files, replay and comparison.

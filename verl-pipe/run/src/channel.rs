@@ -32,6 +32,9 @@ pub(crate) struct Record {
 pub(crate) struct CallReport {
     pub records: Vec<Record>,
     pub samples: Vec<Value>,
+    /// When the call began; `None` if it ran in another process, which has another clock.
+    #[serde(skip)]
+    pub began: Option<Instant>,
     pub seconds: f64,
 }
 
@@ -196,6 +199,7 @@ pub(crate) fn call_stage(
         Err(message) => Err(CallFailure::Panic(message)),
     };
     let mut report = sink.report;
+    report.began = Some(start);
     report.seconds = start.elapsed().as_secs_f64();
     (report, result)
 }

@@ -107,6 +107,7 @@ impl Run {
         flight: InFlight,
         hung: Option<(RunError, f64)>,
     ) -> Result<(), RunError> {
+        self.note_host_job(progress, &flight, hung.is_some());
         let InFlight {
             id,
             input,

@@ -30,6 +30,8 @@ pub mod runner;
 mod samples;
 mod slices;
 pub mod space;
+mod span_log;
+pub mod spans;
 mod spin_wait;
 pub mod stall;
 pub mod start;

@@ -15,6 +15,8 @@ use crate::host_pool::{Cell, HostJob};
 use crate::metrics::{StepMetrics, now, reduce};
 use crate::records::{OBSERVE_S, STAGE_S, of_stage};
 use crate::runner::{GRACE, Run, StepOutput};
+use crate::span_log::SpanLog;
+use crate::spans::{CallSpan, SpanKind};
 use crate::start::HostStage;
 use crate::watch::Wait;
 use crate::worker::DeviceCall;
@@ -22,6 +24,8 @@ use crate::worker::DeviceCall;
 /// Output of an isolated call.
 pub(super) struct IsolatedOutput {
     pub report: CallReport,
+    /// Thread of the host pool that ran it; 0 on a device worker.
+    pub lane: usize,
     pub batches: Vec<Batch>,
 }
 
@@ -53,8 +57,19 @@ impl Run {
     pub fn observe(&mut self, step: u64) -> Result<StepOutput, RunError> {
         let start = Instant::now();
         let mut reports = Vec::new();
+        let mut spans = SpanLog::new(start);
         for stage in self.observers(step) {
-            reports.push(((stage, 0, 0), self.call_observer(stage, step)?));
+            let dispatched = Instant::now();
+            let output = self.call_observer(stage, step)?;
+            let known = CallSpan {
+                kind: SpanKind::Observe,
+                call: self.next_call,
+                lane: output.lane,
+                ..CallSpan::default()
+            };
+            let place = self.schedule.places()[stage];
+            spans.call((stage, 0), place, known, dispatched, &output.report);
+            reports.push(((stage, 0, 0), output.report));
         }
         let mut values = reduce(
             reports
@@ -80,11 +95,12 @@ impl Run {
                 roles: self.roles.clone(),
             },
             samples,
+            spans: spans.finish(&self.schedule),
         })
     }
 
     /// Runs an observer: a single call without rows, which must not emit any.
-    fn call_observer(&mut self, stage: usize, step: u64) -> Result<CallReport, RunError> {
+    fn call_observer(&mut self, stage: usize, step: u64) -> Result<IsolatedOutput, RunError> {
         let env = self.env(step);
         let waiting = self.watch.begin(Wait {
             step,
@@ -96,7 +112,7 @@ impl Run {
         let output = self.call_isolated(stage, &env, 0, Batch::with_rows(&[]), self.deadline);
         let output = waiting.finish(output)?;
         match output.batches.first() {
-            None => Ok(output.report),
+            None => Ok(output),
             Some(batch) => Err(RunError::Guard {
                 step,
                 source: Box::new(crate::guard::GuardError::NoOutput {
@@ -166,6 +182,7 @@ impl Run {
     ) -> Result<IsolatedOutput, RunError> {
         let since = Instant::now();
         let (step, name) = (env.step, self.name(stage).to_owned());
+        let mut lane = 0;
         let mut emitted = Vec::new();
         let mut cancelled_at = None;
         loop {
@@ -184,6 +201,7 @@ impl Run {
                     let mut cell = cell.lock();
                     let result = cell.finished.pop();
                     let (failure, object) = (cell.failure.take(), cell.stage.take());
+                    lane = cell.ran.map_or(0, |ran| ran.thread);
                     drop(cell);
                     self.return_object(stage, object)?;
                     let report = result.map(|result| {
@@ -203,6 +221,7 @@ impl Run {
                 return match failure {
                     None => Ok(IsolatedOutput {
                         report: report.unwrap_or_default(),
+                        lane,
                         batches: emitted,
                     }),
                     Some(failure) => Err(call_error(&self.schedule, step, stage, rows, failure)),

@@ -23,6 +23,8 @@ use crate::records::{
 };
 use crate::row_errors::StepRows;
 use crate::samples::SampledRows;
+use crate::span_log::SpanLog;
+use crate::spans::{CallSpan, SpanOutcome};
 use crate::spin_wait;
 use crate::stall::StallReport;
 use crate::start::HostStage;
@@ -59,6 +61,8 @@ pub struct Run {
     pub(super) left: BTreeMap<String, LeftOver>,
     /// Rows of the last step that failed or were slow.
     pub(super) row_errors: Vec<RowErrorLine>,
+    /// Calls of the last step, if it failed.
+    pub(super) failed_spans: Vec<CallSpan>,
     pub(super) step: u64,
     pub(super) next_call: u64,
 }
@@ -103,6 +107,8 @@ pub(super) struct Progress {
     pub(super) busy: Vec<bool>,
     pub(super) host_running: usize,
     pub(super) reports: Reports,
+    /// Where and when calls ran.
+    pub(super) spans: SpanLog,
     /// When the last event arrived.
     pub(super) last_event: Instant,
     /// What the step waits for has been reported since then.
@@ -131,6 +137,8 @@ pub struct StepOutput {
     pub metrics: StepMetrics,
     /// Samples that stages reported, in declared order, followed by `samples_per_step` rows of the step.
     pub samples: Vec<Value>,
+    /// Calls as they ran, in the order of their start.
+    pub spans: Vec<CallSpan>,
 }
 
 impl Run {
@@ -172,6 +180,7 @@ impl Run {
     pub fn step_at(&mut self, step: u64) -> Result<StepOutput, RunError> {
         let start = Instant::now();
         self.row_errors.clear();
+        self.failed_spans.clear();
         self.options.tap.step_begin(step);
         let span = tracing::debug_span!("step", step);
         let _entered = span.enter();
@@ -182,6 +191,7 @@ impl Run {
             busy: vec![false; self.workers.len()],
             host_running: 0,
             reports: Vec::new(),
+            spans: SpanLog::new(start),
             last_event: start,
             reported: false,
             late: None,
@@ -194,6 +204,7 @@ impl Run {
             self.report_stall(&mut progress, &error);
             progress.env.cancel.cancel();
             self.drain(&mut progress);
+            self.failed_spans = progress.spans.finish(&self.schedule);
             self.options.tap.step_failed(step, &error);
             self.note_left_over(&progress);
             self.report_rows(&progress, Some(&error));
@@ -398,6 +409,7 @@ impl Run {
                     return Ok(());
                 };
                 let (id, input) = (flight.id, flight.input.clone());
+                progress.spans.emitted(id, batch.num_rows());
                 self.take_rows(progress, id, &input, &batch)
             }
             Event::Done {
@@ -408,6 +420,8 @@ impl Run {
                 let Some(flight) = progress.in_flight.remove(&call) else {
                     return Ok(());
                 };
+                let outcome = SpanOutcome::of(&result);
+                self.note_device_call(progress, call, &flight, &report, outcome);
                 if let Place::Group(group) = self.schedule.places()[flight.id.0] {
                     progress.busy[group] = false;
                 }
@@ -503,6 +517,7 @@ impl Run {
                 roles: self.roles.clone(),
             },
             samples,
+            spans: progress.spans.finish(&self.schedule),
         }
     }
 }

@@ -123,6 +123,7 @@ impl Run {
             roles,
             left: BTreeMap::new(),
             row_errors: Vec::new(),
+            failed_spans: Vec::new(),
             step: 0,
             next_call: 0,
         })
