@@ -21,6 +21,7 @@ pub mod model;
 pub mod optim;
 mod packing;
 pub mod policy;
+pub mod replicas;
 mod rows;
 #[cfg(test)]
 mod toy;

@@ -271,7 +271,8 @@ fn members_that_disagree_are_reported<T: Transport>(
         "{errors:?}"
     );
     let mut alone = make(1, 0, LONG).remove(0);
-    let outside = alone.reduce_scatter_ordered(Some(vec![1.0]), &[0..2], &mut [0.0, 0.0]);
+    let parts = std::slice::from_ref(&(0..2));
+    let outside = alone.reduce_scatter_ordered(Some(vec![1.0]), parts, &mut [0.0, 0.0]);
     assert!(
         outside
             .unwrap_err()

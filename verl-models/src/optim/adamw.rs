@@ -124,7 +124,7 @@ pub(super) struct ParameterState {
 /// Loshchilov and Hutter 2019, arXiv:1711.05101; agrees with PyTorch's `AdamW`.
 #[derive(Debug, Clone)]
 pub struct AdamW {
-    config: OptimizerConfig,
+    pub(super) config: OptimizerConfig,
     pub(super) states: Vec<Option<ParameterState>>,
     pub(super) steps: u64,
 }
@@ -215,32 +215,16 @@ impl AdamW {
             Ok(sum) => sum.sqrt(),
             Err(error) => return (module, Err(error)),
         };
-        let factor = clip_factor(norm, self.config.max_grad_norm);
-        let learning_rate = self.config.learning_rate * self.config.schedule.factor(self.steps);
-        self.states.resize(parameters.len(), None);
-        let mut updater = Updater {
-            config: &self.config,
-            parameters,
-            groups: parameters.iter().map(|p| p.group).collect(),
-            states: &mut self.states,
-            updated: vec![None; parameters.len()],
-            gradients,
-            factor,
-            learning_rate,
-        };
+        let (mut updater, report) = Updater::new(self, parameters, gradients, norm);
         updater.update_narrow(&module);
         let module = module.map(&mut updater);
         self.steps += 1;
-        let report = StepReport {
-            grad_norm: norm,
-            learning_rate,
-            clipped: factor < 1.0,
-        };
         (module, Ok(report))
     }
 }
 
-struct Updater<'a> {
+/// An optimiser step in progress.
+pub(super) struct Updater<'a> {
     config: &'a OptimizerConfig,
     parameters: &'a TrainableParameters,
     groups: Vec<ParameterGroup>,
@@ -294,7 +278,41 @@ impl ModuleVisitor for NarrowWeights<'_> {
     }
 }
 
-impl Updater<'_> {
+impl<'a> Updater<'a> {
+    /// A step with these gradients, by position, whose global norm is `norm`.
+    pub(super) fn new(
+        optimizer: &'a mut AdamW,
+        parameters: &'a TrainableParameters,
+        gradients: Vec<Option<Tensor<1>>>,
+        norm: f64,
+    ) -> (Self, StepReport) {
+        let config = &optimizer.config;
+        let factor = clip_factor(norm, config.max_grad_norm);
+        let learning_rate = config.learning_rate * config.schedule.factor(optimizer.steps);
+        optimizer.states.resize(parameters.len(), None);
+        let updater = Updater {
+            config,
+            parameters,
+            groups: parameters.iter().map(|p| p.group).collect(),
+            states: &mut optimizer.states,
+            updated: vec![None; parameters.len()],
+            gradients,
+            factor,
+            learning_rate,
+        };
+        let report = StepReport {
+            grad_norm: norm,
+            learning_rate,
+            clipped: factor < 1.0,
+        };
+        (updater, report)
+    }
+
+    /// Sets the state of a parameter.
+    pub(super) fn keep(&mut self, position: usize, state: ParameterState) {
+        self.states[position] = Some(state);
+    }
+
     /// Updates parameters whose weights are not f32 and stores the results in `updated`. Batching them takes fewer
     /// launches, and their weights are rewritten anyway.
     fn update_narrow<M: Module>(&mut self, module: &M) {
@@ -331,7 +349,7 @@ impl Updater<'_> {
     }
 
     /// The parameter's step count including this step, and its update.
-    fn prepare(
+    pub(super) fn prepare(
         &mut self,
         position: usize,
         weight: Tensor<1>,
