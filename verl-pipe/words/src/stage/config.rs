@@ -186,6 +186,29 @@ pub trait ModelFactory: Send + Sync {
         device: &str,
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError>;
+    /// Loads replicas of it onto `devices` (`cpu:0`, `cpu:1`), one onto each; results must have the bits of a single model.
+    /// By default a model cannot have replicas, and is loaded onto a single device.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load); devices onto which replicas of this kind of model cannot be loaded.
+    fn load_replicas(
+        &self,
+        name: &str,
+        devices: &[String],
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        match devices {
+            [device] => self.load(name, device, context),
+            _ => Err(ResourceError::Failed(
+                format!(
+                    "model `{name}` cannot have replicas, but its group has {} devices ({}); use a group of one device",
+                    devices.len(),
+                    devices.join(", ")
+                )
+                .into(),
+            )),
+        }
+    }
 }
 
 /// The configuration of a model: a plain struct that becomes the resource; [`ModelFactory`] has its methods.
