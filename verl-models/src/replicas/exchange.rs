@@ -53,7 +53,7 @@ impl<M: Module> State<M> {
         let mut flat = Vec::with_capacity(layout.len());
         for (position, gradient) in gradients.into_iter().enumerate() {
             match gradient {
-                Some(gradient) => flat.extend(gradient.into_data().iter::<f32>()),
+                Some(gradient) => append(&mut flat, gradient),
                 None => flat.resize(layout.place(position).end, NOTHING),
             }
         }
@@ -158,16 +158,25 @@ impl<M: Module> State<M> {
         }
         let mut optimizer = training.optimizer.clone();
         let (updated, report) = optimizer.step_pieces(&training.parameters, pieces, norm);
-        let updated = updated.into_iter().map(Tensor::into_data);
-        let updated: Vec<f32> = updated
-            .flat_map(|data| data.iter::<f32>().collect::<Vec<_>>())
-            .collect();
-        let weights = self.member.all_gather(Data::F32(updated))?;
+        let mut weights = Vec::new();
+        for weight in updated {
+            append(&mut weights, weight);
+        }
+        let weights = self.member.all_gather(Data::F32(weights))?;
         Ok(Update {
             optimizer,
             weights,
             report,
         })
+    }
+}
+
+/// Appends the numbers of a flat f32 tensor.
+fn append(numbers: &mut Vec<f32>, tensor: Tensor<1>) {
+    let data = tensor.into_data();
+    match data.as_slice::<f32>() {
+        Ok(own) => numbers.extend_from_slice(own),
+        Err(_) => numbers.extend(data.iter::<f32>()),
     }
 }
 

@@ -15,20 +15,22 @@
 //!   the other rows of a call. Responses are reported as soon as they are complete, in any order.
 //!
 //! # Memory
-//! Bytes per parameter, for f32 weights and N replicas; "shared" is used once by all replicas of the process, since an
+//! Bytes per parameter, for f32 weights and N replicas. "Shared" is used once by all replicas of the process, since an
 //! optimiser step gives them the same buffers:
 //!
-//! | | one model | each of N models | each replica, [`Sharding::Optimizer`] | each replica, [`Sharding::Gradients`] |
-//! |---|---|---|---|---|
-//! | weights | 4 | 4 | 4 shared | 4 shared |
-//! | sums of gradients | 4 | 4 | 4 | 4 / N |
-//! | moments of AdamW | 8 | 8 | 8 / N | 8 / N |
-//! | gradient of a micro-batch, until the round is added | 4 | 4 | 8 | 8 |
+//! | | each of N copies of a model | each replica, [`Sharding::Optimizer`] | each replica, [`Sharding::Gradients`] |
+//! |---|---|---|---|
+//! | weights | 4 | 4 shared | 4 shared |
+//! | moments of AdamW | 8 | 8 / N | 8 / N |
+//! | sums of gradients | 4 | 4 | 4 / N |
+//! | gradient of a micro-batch, until its round is added | 4 | 4 | 4 |
+//! | all | 20 | 8 + 8 / N, 4 shared | 4 + 12 / N, 4 shared |
 //!
-//! The middle column is plain replication. `Sharding::Optimizer` is ZeRO-1, `Sharding::Gradients` ZeRO-2. The gradient of a
-//! micro-batch exists twice while it is copied into one row of numbers. In an optimiser step, new weights (4, shared) and
-//! moments (8 / N) exist next to the old ones, so that a step that fails changes nothing. Narrower weights have 4 / N more,
-//! for the optimiser's f32 weights.
+//! The first column is plain replication, `Sharding::Optimizer` is ZeRO-1, `Sharding::Gradients` ZeRO-2. Weights narrower than
+//! f32 need 4 / N more, for the optimiser's f32 weights. In an optimiser step 16 / N and 8 shared are added for a moment: the
+//! slice's gradient, its new moments and weights next to the old ones, so that a step that fails changes nothing, and the new
+//! weights as they are exchanged and as they are loaded. `Sharding::Gradients` also adds each gradient once, not on every
+//! replica.
 //!
 //! # Failures
 //! A panic on a replica's threads ends the call with one error that names the replica. The weights are then as before the
@@ -65,8 +67,7 @@ pub use policy::ReplicatedPolicy;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Sharding {
-    /// The state of the optimiser (ZeRO-1): each replica updates a slice of the parameters. Each has the sums of all
-    /// gradients.
+    /// The state of the optimiser (ZeRO-1): each replica updates a slice of the parameters and has the sums of all gradients.
     #[default]
     Optimizer,
     /// The sums of gradients, too (ZeRO-2): each replica adds the gradients of its slice.

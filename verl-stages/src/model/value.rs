@@ -112,6 +112,7 @@ pub struct ValueLm {
     pub save_as: SaveAs,
     /// What replicas of the model divide among them in training, if its group has several devices.
     #[serde(default, skip_serializing_if = "is_default")]
+    #[schemars(extend("default" = "optimizer"))]
     pub sharding: Sharding,
 }
 
