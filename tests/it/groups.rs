@@ -5,6 +5,7 @@ use verl::prelude::*;
 
 use crate::critic::{ppo_with_reward_model, train_reward_model};
 use crate::kit::{Place, start};
+use crate::preferences::dpo;
 
 /// The actor and its critic in one group, the models that only score in another.
 const TWO_GROUPS: &[&str] = &[
@@ -69,6 +70,34 @@ fn an_actor_that_is_sampled_in_another_group_computes_the_same_bits() {
     // Restored weights travel again.
     run.restore(&before).expect("a snapshot of this run");
     assert!(two == observed(&mut run), "a restored run differs");
+}
+
+#[test]
+fn replicas_compute_the_same_bits() {
+    let place = Place::new();
+    train_reward_model(&place);
+    let pipes: [&dyn Fn(&[&str]) -> DataPipe; 3] = [
+        &|more| place.grpo("grpo", &[&["batch.micro_batch=2"], more].concat()),
+        &|more| ppo_with_reward_model(&place, more),
+        &|more| dpo(&place, more),
+    ];
+    for pipe in pipes {
+        let one = three_steps(&mut start(&pipe(&[])));
+        for devices in ["cpu:0-1", "cpu:0-2", "cpu:0-3"] {
+            let setting = format!("devices.group={devices}");
+            let many = three_steps(&mut start(&pipe(&[&setting])));
+            assert!(one == many, "one: {one}\n{devices}: {many}");
+        }
+    }
+    // Replicas that are sampled by replicas in another group.
+    let one = three_steps(&mut start(&place.grpo("one", &[])));
+    let groups = [
+        "groups.train.devices=cpu:0-1",
+        "groups.rollout.devices=cpu:0-2",
+    ];
+    let more = [ROLLOUT_GROUP, &groups].concat();
+    let many = three_steps(&mut start(&place.grpo("many", &more)));
+    assert!(one == many, "one: {one}\nmany: {many}");
 }
 
 #[test]

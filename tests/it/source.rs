@@ -26,6 +26,7 @@ pub fn sources(root: &Path) -> Vec<(String, String)> {
     for package in [
         "src",
         "verl-algos/src",
+        "verl-models/collective/src",
         "verl-models/decoder/src",
         "verl-models/kernels/src",
         "verl-models/reshard/src",

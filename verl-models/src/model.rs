@@ -10,6 +10,7 @@
 //! [`Policy`]: crate::policy::Policy
 
 mod listed;
+mod round;
 mod trained;
 mod value;
 
@@ -23,6 +24,7 @@ pub use verl_kernels::scoring::Extras;
 pub use verl_rollout::interface::{ModelInterface, ParameterGroup};
 
 pub use listed::{ListedTokens, PackedListed, TopTokens};
+pub use round::{Round, RoundError, SelectInRound};
 pub use trained::TrainedModel;
 pub use value::{PackedValues, ValueInterface, ValueModel};
 
@@ -33,6 +35,13 @@ pub struct ScoreRow<'a> {
     pub prompt: &'a [u32],
     /// Response token ids, possibly none.
     pub response: &'a [u32],
+}
+
+impl ScoreRow<'_> {
+    /// Tokens of prompt and response.
+    pub(crate) fn len(&self) -> usize {
+        self.prompt.len() + self.response.len()
+    }
 }
 
 /// Log-probs (and other requested statistics) of the response tokens of a row, under the full softmax of logits divided
@@ -107,6 +116,30 @@ pub trait PolicyModel: TrainedModel + Any {
         loss: &mut dyn FnMut(PackedScores) -> Tensor<1>,
     ) -> Result<f64, ModelError>;
 
+    /// [`PolicyModel::accumulate`] for each micro-batch of a round, which a model with replicas computes at the same time.
+    /// `loss` is called with the position of the micro-batch. Returns the losses in the order of the round.
+    ///
+    /// # Errors
+    /// As [`PolicyModel::accumulate`]: the first one in the order of the round.
+    fn accumulate_round(
+        &mut self,
+        round: &Round<'_>,
+        select: &SelectInRound<'_>,
+        temperature: f64,
+        entropies: bool,
+        loss: &(dyn Fn(usize, PackedScores) -> Tensor<1> + Sync),
+    ) -> Result<Vec<f64>, RoundError> {
+        round::one_by_one(round.len(), |micro| {
+            self.accumulate(
+                &round[micro],
+                &|row, token| select(micro, row, token),
+                temperature,
+                entropies,
+                &mut |packed| loss(micro, packed),
+            )
+        })
+    }
+
     /// The `top_k` most probable tokens of the vocabulary at the position of each response token, without gradient. The
     /// result of a row does not depend on the other rows. A model that can only score given tokens returns an error.
     ///
@@ -139,6 +172,30 @@ pub trait PolicyModel: TrainedModel + Any {
     ) -> Result<f64, ModelError> {
         Err(ModelError::Unsupported {
             what: "log-probs of listed tokens",
+        })
+    }
+
+    /// [`PolicyModel::accumulate_listed`] for each micro-batch of a round, as [`PolicyModel::accumulate_round`]; `listed` has
+    /// the lists of each micro-batch.
+    ///
+    /// # Errors
+    /// As [`PolicyModel::accumulate_listed`]: the first one in the order of the round.
+    fn accumulate_listed_round(
+        &mut self,
+        round: &Round<'_>,
+        listed: &[ListedTokens<'_>],
+        select: &SelectInRound<'_>,
+        temperature: f64,
+        loss: &(dyn Fn(usize, PackedListed) -> Tensor<1> + Sync),
+    ) -> Result<Vec<f64>, RoundError> {
+        round::one_by_one(round.len(), |micro| {
+            self.accumulate_listed(
+                &round[micro],
+                &listed[micro],
+                &|row, token| select(micro, row, token),
+                temperature,
+                &mut |packed| loss(micro, packed),
+            )
         })
     }
 }

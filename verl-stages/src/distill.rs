@@ -215,29 +215,26 @@ impl DistillStage {
         }
         let prepared = self.loss.prepare(&batch).map_err(StageError::failed)?;
         let temperature = self.temperature;
-        let shares = Shares::of(
-            &mini,
-            columns.rows.ids(),
-            rows,
-            self.cuts,
-            CutUnit::Row,
-            |micro, shares| {
-                student.accumulate_listed(
-                    &columns.rows.score_rows(micro.rows.clone()),
-                    &columns.listed(micro.rows.clone()),
-                    &|row, token| columns.rows.is_action(micro.rows.start + row, token),
-                    temperature,
-                    &mut |packed| {
-                        let output = packed.log_probs.clone().sum();
-                        let micro = DistillationMicroBatch {
-                            tokens: micro.tokens.clone().collect(),
-                            log_probs: packed.log_probs,
-                        };
-                        shares.take(prepared.loss(&micro), output)
-                    },
-                )
-            },
-        )?;
+        let (ids, cuts) = (columns.rows.ids(), (self.cuts, CutUnit::Row));
+        let round_len = student.round_len();
+        let shares = Shares::of(&mini, ids, rows, cuts, round_len, |round, reports| {
+            let lists = round.iter().map(|micro| columns.listed(micro.rows.clone()));
+            let lists: Vec<ListedTokens<'_>> = lists.collect();
+            student.accumulate_listed_round(
+                &columns.rows.round(round),
+                &lists,
+                &|micro, row, token| columns.rows.is_action(round[micro].rows.start + row, token),
+                temperature,
+                &|micro, packed| {
+                    let output = packed.log_probs.clone().sum();
+                    let batch = DistillationMicroBatch {
+                        tokens: round[micro].tokens.clone().collect(),
+                        log_probs: packed.log_probs,
+                    };
+                    reports.take(micro, prepared.loss(&batch), output)
+                },
+            )
+        })?;
         let report = self.optimizer.step(student, &self.config.model)?;
         sink.record(&OPTIMIZER_STEPS, 1.0, 1.0);
         sink.record(&LOSS, shares.loss, 1.0);

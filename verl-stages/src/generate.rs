@@ -388,6 +388,7 @@ impl Stage for GenerateStage {
         let mut pending: Vec<Vec<Option<RolloutOutput>>> =
             vec![vec![None; self.samples]; prompts.len()];
         let mut context_limited = 0usize;
+        let mut entropies = Vec::new();
         let sink = &mut *context.sink;
         let mut emit_group = |index: usize, output: RolloutOutput| -> Result<(), StageError> {
             if cancel.is_cancelled() {
@@ -396,7 +397,7 @@ impl Stage for GenerateStage {
             let row = index / self.samples;
             sink.record(&RESPONSE_LENGTH, output.tokens.len() as f64, 1.0);
             if let Some(entropy) = sampled_entropy(&output.sampling_log_probs) {
-                sink.record(&SAMPLED_ENTROPY, entropy, output.tokens.len() as f64);
+                entropies.push((output.tokens.len(), index, entropy));
             }
             let is_limited = output.finish == FinishReason::Context;
             context_limited += usize::from(is_limited);
@@ -422,6 +423,14 @@ impl Stage for GenerateStage {
             .generate(&requests, &settings, &mut |index, output| {
                 emit_group(index, output).map_err(|error| RolloutError::Stopped(Box::new(error)))
             });
+        // Replicas complete responses in any order, but the last bits of a mean depend on it. This is the order in which an
+        // engine completes responses that it decodes together.
+        entropies.sort_by_key(|(tokens, index, _)| (*tokens, *index));
+        for (tokens, _, entropy) in entropies {
+            context
+                .sink
+                .record(&SAMPLED_ENTROPY, entropy, tokens as f64);
+        }
         if context_limited > 0 && !self.has_warned {
             self.has_warned = true;
             warn_context_limit(

@@ -7,6 +7,7 @@
 mod dtype;
 mod ilql;
 mod own;
+mod replicas;
 mod texts;
 mod training;
 pub(crate) mod value;
@@ -26,7 +27,7 @@ use verl_models::hf::{LoadError, Origin, SaveDType};
 use verl_models::memory::{Usage, footprint};
 use verl_models::model::{PolicyModel, TrainedModel};
 use verl_models::optim::OptimizerConfig;
-use verl_models::policy::Policy;
+use verl_models::replicas::Sharding;
 use verl_models::rollout::stop::{TextDecoder, text_to_stop};
 use verl_models::tokenizer::Tokenizer;
 use verl_models::{Decoder, DecoderConfig, parameters, registers};
@@ -38,6 +39,7 @@ use verl_words::stage::{
     BuildContext, ConfigError, DeviceSupport, ModelConfig, ModelFactory, Training,
 };
 
+use replicas::{OnDevice, is_default};
 use texts::{describe_texts, load_texts};
 use training::{optimizer_of, training};
 use words::token_texts;
@@ -322,6 +324,10 @@ pub struct CausalLm {
     /// Type of the weights in the saved folder.
     #[serde(default)]
     pub save_as: SaveAs,
+    /// What replicas of the model divide among them in training, if its group has several devices.
+    #[serde(default, skip_serializing_if = "is_default")]
+    #[schemars(extend("default" = "optimizer"))]
+    pub sharding: Sharding,
 }
 
 impl CausalLm {
@@ -334,6 +340,7 @@ impl CausalLm {
             recompute: false,
             optimizer: None,
             save_as: SaveAs::F32,
+            sharding: Sharding::default(),
         }
     }
 
@@ -347,6 +354,20 @@ impl CausalLm {
 
     fn folder(&self, context: &BuildContext) -> PathBuf {
         context.base.join(&self.path)
+    }
+
+    fn load_onto(
+        &self,
+        name: &str,
+        on: OnDevice<'_>,
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        let dir = self.folder(context);
+        let decoder = self.decoder(&dir, on.device, context.seed)?;
+        let tools = load_texts(&dir, &decoder.config)?;
+        let optimizer = optimizer_of(self.optimizer.as_ref(), name, context);
+        let policy = on.policy(decoder, optimizer, self.sharding)?;
+        Ok(Box::new(PolicyResource::with_texts(policy, tools)))
     }
 
     fn decoder(&self, dir: &Path, device: &str, seed: u64) -> Result<Decoder, ResourceError> {
@@ -624,15 +645,20 @@ impl ModelFactory for CausalLm {
         device: &str,
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
-        let dir = self.folder(context);
-        let decoder = self.decoder(&dir, device, context.seed)?;
-        let tools = load_texts(&dir, &decoder.config)?;
-        let optimizer = optimizer_of(self.optimizer.as_ref(), name, context);
-        let policy = Policy::new(decoder, optimizer).map_err(failed)?;
-        Ok(Box::new(PolicyResource::with_texts(
-            Box::new(policy),
-            tools,
-        )))
+        self.load_onto(name, OnDevice::one(device), context)
+    }
+
+    fn load_replicas(
+        &self,
+        name: &str,
+        devices: &[String],
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        self.load_onto(name, OnDevice::all(name, devices)?, context)
+    }
+
+    fn can_replicate(&self) -> bool {
+        true
     }
 
     fn can_follow(&self) -> bool {
@@ -642,13 +668,13 @@ impl ModelFactory for CausalLm {
     fn load_copy(
         &self,
         name: &str,
-        device: &str,
+        devices: &[String],
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
         let frozen = CausalLm {
             optimizer: None,
             ..self.clone()
         };
-        frozen.load(name, device, context)
+        frozen.load_replicas(name, devices, context)
     }
 }

@@ -180,15 +180,16 @@ impl UpdateCriticStage {
             return Ok(false);
         }
         let prepared = self.objective.prepare(&mini).map_err(StageError::failed)?;
-        let (ids, unit) = (columns.rows.ids(), self.objective.cut_unit());
-        let shares = Shares::of(&mini, ids, rows, self.cuts, unit, |micro, shares| {
-            critic.accumulate(
-                &columns.rows.score_rows(micro.rows.clone()),
-                &|row, token| columns.rows.is_action(micro.rows.start + row, token),
-                &mut |packed| {
-                    let tokens = micro.tokens.clone().collect();
-                    let micro = MicroBatch::of_values(tokens, packed.values.clone());
-                    shares.take(prepared.loss(&micro), packed.values)
+        let (ids, cuts) = (columns.rows.ids(), (self.cuts, self.objective.cut_unit()));
+        let round_len = critic.round_len();
+        let shares = Shares::of(&mini, ids, rows, cuts, round_len, |round, reports| {
+            critic.accumulate_round(
+                &columns.rows.round(round),
+                &|micro, row, token| columns.rows.is_action(round[micro].rows.start + row, token),
+                &|micro, packed| {
+                    let tokens = round[micro].tokens.clone().collect();
+                    let batch = MicroBatch::of_values(tokens, packed.values.clone());
+                    reports.take(micro, prepared.loss(&batch), packed.values)
                 },
             )
         })?;

@@ -175,6 +175,14 @@ pub enum RolloutError {
         /// The backend's error.
         reason: String,
     },
+    /// A replica of the model panicked.
+    #[error("replica {replica} of the model failed: {reason}")]
+    Replica {
+        /// Its number, from 0.
+        replica: usize,
+        /// Why.
+        reason: String,
+    },
     /// The consumer of results stopped the rollout.
     #[error("{0}")]
     Stopped(Box<dyn std::error::Error + Send + Sync>),

@@ -41,8 +41,8 @@ impl Default for BatchConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct DevicesConfig {
-    /// The device of all models and stages: `cpu`, or a GPU by its index (`cuda:0`). In a file with `[groups]`: the name of
-    /// the group of models that name none.
+    /// The device of all models and stages: `cpu`, shares of its cores for replicas (`cpu:0-3`), or a GPU by its index
+    /// (`cuda:0`). In a file with `[groups]`: the name of the group of models that name none.
     pub group: String,
     /// Devices that share one rollout engine (tensor parallel); only 1 so far.
     pub rollout_tensor_parallel: usize,
@@ -61,7 +61,8 @@ impl Default for DevicesConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct GroupConfig {
-    /// Its device: `cpu`, or a GPU by its index (`cuda:0`).
+    /// Its device: `cpu`, or a GPU by its index (`cuda:0`). `cpu:0-3` is four shares of the cores: each model of the group
+    /// has a replica on each, which compute micro-batches at the same time.
     pub devices: String,
 }
 
@@ -113,8 +114,10 @@ fn list(text: &str) -> Result<Vec<String>, GroupError> {
         return Ok(vec![kind.to_owned()]);
     };
     let (first, last) = range.split_once('-').unwrap_or((range, range));
-    if kind == "cpu" {
-        return Err(fail("the CPU is a single device and takes no index"));
+    if kind == "cpu" && !range.contains('-') {
+        return Err(fail(
+            "the CPU is a single device and takes no index, only a range of shares such as `cpu:0-3`",
+        ));
     }
     let number = |text: &str| {
         text.parse::<u16>()

@@ -108,11 +108,10 @@ impl Groups {
         home.unwrap_or_default()
     }
 
-    /// The first device of group `index`; empty if it has none, which a finding reports.
+    /// The device of group `index`, as kinds of models know it; empty if it has none, which a finding reports.
     pub(crate) fn device(&self, index: usize) -> String {
         let group = self.list.get(index);
-        let first = group.and_then(|group| group.devices.first());
-        first.cloned().unwrap_or_default()
+        group.map_or(String::new(), |group| group.device().to_owned())
     }
 }
 
@@ -237,6 +236,11 @@ fn group_of(
 }
 
 impl Layout {
+    /// Whether `group` loads `model`, both by declaration.
+    pub(crate) fn has(&self, group: usize, model: usize) -> bool {
+        self.homes[model] == group || self.copies.contains(&(group, model))
+    }
+
     /// A copy of a model that is trained must be able to follow it.
     fn check_copies(
         &self,

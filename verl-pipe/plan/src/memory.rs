@@ -26,7 +26,7 @@ use crate::{Plan, PlannedModel, PlannedStage};
 /// The share of an estimate that has to fit: measured runs used at most a seventh less than the estimate.
 const CERTAIN_SHARE: f64 = 6.0 / 7.0;
 
-/// The estimate for one device of a group; it is the same for each.
+/// The estimate for one device of a group, which is the same for each, or for all replicas on shares of the CPU.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MemoryPlan {
     /// The group.
@@ -35,6 +35,8 @@ pub struct MemoryPlan {
     pub models: Vec<ModelMemory>,
     /// Additional memory of the stages' work, one at a time, in the order of stages.
     pub work: Vec<WorkMemory>,
+    /// Replicas of each model, which have one memory: shares of the CPU. The bytes are those of all replicas.
+    pub replicas: usize,
 }
 
 /// Permanent memory of a model.
@@ -87,6 +89,19 @@ pub struct WorkMemory {
 }
 
 impl MemoryPlan {
+    /// The memory of `replicas` replicas in one process: they share weights and divide the optimiser's state, but each has
+    /// sums of gradients and works at the same time as the others.
+    fn replicate(&mut self, replicas: usize) {
+        let times = |bytes: u64| bytes.saturating_mul(replicas as u64);
+        for model in &mut self.models {
+            model.gradients = times(model.gradients);
+        }
+        for work in &mut self.work {
+            work.bytes = times(work.bytes);
+        }
+        self.replicas = replicas;
+    }
+
     /// Bytes in permanent use.
     pub fn permanent(&self) -> u64 {
         let all = self.models.iter().map(ModelMemory::total);
@@ -202,13 +217,18 @@ impl Plan {
             }
         }
         let models = self.models.iter();
-        MemoryPlan {
+        let mut memory = MemoryPlan {
             group: self.groups[group].name.clone(),
             models: models
                 .filter_map(|model| model_memory(model, group))
                 .collect(),
             work,
+            replicas: 1,
+        };
+        if self.groups[group].is_on_cpu() {
+            memory.replicate(self.groups[group].devices.len());
         }
+        memory
     }
 }
 
@@ -351,7 +371,13 @@ pub(crate) fn check(plan: &Plan) -> Vec<Diagnostic> {
 }
 
 fn check_group(plan: &Plan, group: usize) -> Option<Diagnostic> {
-    let known = plan.groups[group].devices.iter().filter_map(|device| {
+    let group_ = &plan.groups[group];
+    // Shares of the CPU have one memory.
+    let devices = match group_.is_on_cpu() {
+        true => vec![group_.device()],
+        false => group_.devices.iter().map(String::as_str).collect(),
+    };
+    let known = devices.into_iter().filter_map(|device| {
         let mut models = plan.pipe.models.iter();
         let room = models.find_map(|model| model.factory.devices().memory(device))?;
         Some((room, device))
@@ -380,8 +406,17 @@ impl fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "estimated peak memory of each device of `{}`\n  {:<24}{:>14}{:>12}{:>12}{:>12}",
-            self.group, "model", "parameters", "weights", "optimiser", "gradients"
+            "estimated peak memory of {} `{}`\n  {:<24}{:>14}{:>12}{:>12}{:>12}",
+            match self.replicas {
+                1 => "each device of".to_owned(),
+                replicas => format!("the {replicas} replicas of"),
+            },
+            self.group,
+            "model",
+            "parameters",
+            "weights",
+            "optimiser",
+            "gradients"
         )?;
         for model in &self.models {
             let line = format!(

@@ -530,6 +530,7 @@ fn every_code_of_the_source_has_a_page_and_vice_versa() {
         "verl-pipe/view/src",
         "verl-pipe/words/src",
         "verl-stages/src",
+        "verl-models/collective/src",
         "verl-models/decoder/src",
         "verl-models/kernels/src",
         "verl-models/rollout/src",

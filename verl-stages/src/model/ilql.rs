@@ -51,12 +51,11 @@ impl IlqlLm {
     /// The decoder without heads.
     fn plain(&self) -> CausalLm {
         CausalLm {
-            path: self.path.clone(),
             init: self.init,
             dtype: WeightsDType::F32,
-            recompute: false,
             optimizer: self.optimizer.clone(),
             save_as: self.save_as,
+            ..CausalLm::frozen(&self.path)
         }
     }
 }

@@ -41,6 +41,20 @@ impl DeviceGroup {
         })
     }
 
+    /// Whether all its devices are the CPU or shares of it.
+    pub fn is_on_cpu(&self) -> bool {
+        self.devices.iter().all(|device| is_cpu(device))
+    }
+
+    /// The device that kinds of models know: the first one, where a share of the CPU is the CPU. Empty without devices.
+    pub fn device(&self) -> &str {
+        match self.devices.first() {
+            Some(first) if is_cpu(first) => "cpu",
+            Some(first) => first,
+            None => "",
+        }
+    }
+
     /// The setting of its devices, for messages.
     pub fn setting(&self) -> String {
         match self.is_named {
@@ -62,6 +76,11 @@ impl DeviceGroup {
             (true, devices) => devices.concat(),
         }
     }
+}
+
+/// Whether a device is the CPU or a share of it.
+fn is_cpu(device: &str) -> bool {
+    device == "cpu" || device.starts_with("cpu:")
 }
 
 /// The finding about an invalid device group.
@@ -98,6 +117,7 @@ mod tests {
         check("cuda:", None);
         check("cuda:a", None);
         check("cuda:2-1", None);
-        check("cpu:0-1", None);
+        check("cpu:0-1", Some(&["cpu:0", "cpu:1"]));
+        check("cpu:1", None);
     }
 }

@@ -389,13 +389,13 @@ type Loaded = (Models, BTreeMap<usize, Box<dyn Stage>>);
 
 fn load(schedule: &Schedule, group: usize, data: &OpenData) -> Result<Loaded, RunError> {
     let plan = schedule.plan();
-    let device = &schedule.groups()[group].devices[0];
+    let devices = &schedule.groups()[group].devices;
     let mut models = Models::new();
     for (decl, is_copy) in schedule.models_at(group) {
         let factory = &decl.factory;
         let model = match is_copy {
-            false => factory.load(&decl.name, device, plan.context()),
-            true => factory.load_copy(&decl.name, device, plan.context()),
+            false => factory.load_replicas(&decl.name, devices, plan.context()),
+            true => factory.load_copy(&decl.name, devices, plan.context()),
         };
         let model = model.map_err(|source| RunError::Load {
             name: decl.name.clone(),
