@@ -22,6 +22,7 @@ pub mod optim;
 mod packing;
 pub mod policy;
 mod rows;
+pub mod sampled;
 #[cfg(test)]
 mod toy;
 mod trained;
@@ -45,5 +46,5 @@ pub mod kernels {
 
 /// Rollout engines: prompts in, sampled responses out.
 pub mod rollout {
-    pub use verl_rollout::{EngineKind, batched, eager, engine, sampling, stop};
+    pub use verl_rollout::{Cancel, Decoding, batched, eager, engine, native, sampling, stop};
 }

@@ -27,7 +27,11 @@ use verl_models::memory::{Usage, footprint};
 use verl_models::model::{PolicyModel, TrainedModel};
 use verl_models::optim::OptimizerConfig;
 use verl_models::policy::Policy;
+use verl_models::rollout::engine::{
+    EngineChoice, EventSink, RolloutError, RolloutRequest, SamplingSettings,
+};
 use verl_models::rollout::stop::{TextDecoder, text_to_stop};
+use verl_models::sampled::SampledPolicy;
 use verl_models::tokenizer::Tokenizer;
 use verl_models::{Decoder, DecoderConfig, parameters, registers};
 use verl_words::resource::{
@@ -35,7 +39,7 @@ use verl_words::resource::{
     Snapshot, StoredState, TokenTexts, WeightsVersion,
 };
 use verl_words::stage::{
-    BuildContext, ConfigError, DeviceSupport, ModelConfig, ModelFactory, Training,
+    BuildContext, ConfigError, DeviceSupport, ModelConfig, ModelFactory, Models, Training,
 };
 
 use texts::{describe_texts, load_texts};
@@ -53,10 +57,9 @@ pub const POLICY: &str = "policy";
 /// The [role](ModelInfo::role) of a model that returns numbers: a critic, a reward model.
 pub const VALUE_MODEL: &str = "value model";
 
-/// A policy with its tokenizer and chat template, as stages use it.
+/// A policy with the engines that sample it, its tokenizer and its chat template, as stages use it.
 pub struct PolicyResource {
-    /// The model.
-    pub policy: Box<dyn PolicyModel>,
+    sampled: SampledPolicy,
     /// Its tokenizer, if it has one.
     pub tokenizer: Option<Arc<Tokenizer>>,
     /// Its chat template, if it has one.
@@ -69,7 +72,7 @@ impl PolicyResource {
     /// A resource with only a model; set `tokenizer` and `template` if stages need text.
     pub fn new(policy: Box<dyn PolicyModel>) -> Self {
         PolicyResource {
-            policy,
+            sampled: SampledPolicy::new(policy),
             tokenizer: None,
             template: None,
             no_template: None,
@@ -79,11 +82,45 @@ impl PolicyResource {
     /// A resource of a model with its tokenizer and chat template.
     pub(crate) fn with_texts(policy: Box<dyn PolicyModel>, tools: TextTools) -> Self {
         PolicyResource {
-            policy,
+            sampled: SampledPolicy::new(policy),
             tokenizer: tools.tokenizer,
             template: tools.template,
             no_template: tools.no_template,
         }
+    }
+
+    /// The model.
+    pub fn policy(&self) -> &dyn PolicyModel {
+        self.sampled.policy()
+    }
+
+    /// The model, to train it or to replace its weights; see [`SampledPolicy::policy_mut`].
+    pub fn policy_mut(&mut self) -> &mut (dyn PolicyModel + 'static) {
+        self.sampled.policy_mut()
+    }
+
+    /// Samples from the model's current weights; see [`SampledPolicy::generate`].
+    ///
+    /// # Errors
+    /// As [`SampledPolicy::generate`].
+    pub fn generate(
+        &mut self,
+        engine: &EngineChoice,
+        requests: &[RolloutRequest],
+        settings: &SamplingSettings,
+        sink: &mut EventSink<'_>,
+    ) -> Result<(), RolloutError> {
+        self.sampled.generate(engine, requests, settings, sink)
+    }
+
+    /// How often an engine loaded the weights.
+    pub fn engine_loads(&self) -> u64 {
+        self.sampled.loads()
+    }
+
+    /// Frees what engines keep between calls; see [`SampledPolicy::sleep`].
+    pub fn sleep(&mut self) {
+        self.sampled.sleep();
     }
 
     /// Ids that end a response; empty without a tokenizer.
@@ -96,10 +133,12 @@ impl PolicyResource {
 
     /// Text of token ids without special tokens; ids separated by spaces without a tokenizer.
     pub fn decode(&self, ids: &[u32]) -> String {
-        match &self.tokenizer {
-            Some(tokenizer) => tokenizer.decode(ids),
-            None => ids.iter().map(u32::to_string).collect::<Vec<_>>().join(" "),
-        }
+        self.response_texts().decode(ids)
+    }
+
+    /// Converts responses to text; cheap to create, and independent of the resource.
+    pub fn response_texts(&self) -> ResponseTexts {
+        ResponseTexts(self.tokenizer.clone())
     }
 
     /// The decoder that turns a response into text while it is sampled, for stop texts; it writes special tokens out.
@@ -111,10 +150,29 @@ impl PolicyResource {
         }))
     }
 
+    /// Text of a response as rewards see it; see [`ResponseTexts::response`].
+    pub fn response_text(&self, ids: &[u32], stop: &[String], include_stop: bool) -> String {
+        self.response_texts().response(ids, stop, include_stop)
+    }
+}
+
+/// Converts responses to text with the tokenizer of a model, if it has one.
+#[derive(Debug, Clone)]
+pub struct ResponseTexts(Option<Arc<Tokenizer>>);
+
+impl ResponseTexts {
+    /// Text of token ids without special tokens; ids separated by spaces without a tokenizer.
+    pub fn decode(&self, ids: &[u32]) -> String {
+        match &self.0 {
+            Some(tokenizer) => tokenizer.decode(ids),
+            None => ids.iter().map(u32::to_string).collect::<Vec<_>>().join(" "),
+        }
+    }
+
     /// Text of a response as rewards see it: without special tokens, up to the first of the texts `stop`; with
     /// `include_stop` that text is included.
-    pub fn response_text(&self, ids: &[u32], stop: &[String], include_stop: bool) -> String {
-        match &self.tokenizer {
+    pub fn response(&self, ids: &[u32], stop: &[String], include_stop: bool) -> String {
+        match &self.0 {
             Some(tokenizer) => text_to_stop(
                 ids,
                 stop,
@@ -127,16 +185,27 @@ impl PolicyResource {
     }
 }
 
-/// The resource of a model with weights and an optimiser, stored as kind `$kind`; `$model` is its field.
+/// Frees what the engines of all `models` keep between calls: a stage that trains calls it first, so that packed weights
+/// do not add to its peak of memory.
+pub(crate) fn sleep_engines(models: &mut Models) {
+    for model in models.values_mut() {
+        if let Some(resource) = model.as_any_mut().downcast_mut::<PolicyResource>() {
+            resource.sleep();
+        }
+    }
+}
+
+/// The resource of a model with weights and an optimiser, stored as kind `$kind`; `$model` and `$model_mut` are its
+/// methods that return the model.
 macro_rules! trained_resource {
-    ($resource:ty, $model:ident, $kind:literal) => {
+    ($resource:ty, $model:ident, $model_mut:ident, $kind:literal) => {
         impl ModelResource for $resource {
             fn version(&self) -> WeightsVersion {
-                version(self.$model.as_ref())
+                version(self.$model())
             }
 
             fn optimizer_steps(&self) -> u64 {
-                self.$model.optimizer_steps()
+                self.$model().optimizer_steps()
             }
 
             fn text_of(&self, tokens: &[u32]) -> Option<String> {
@@ -144,19 +213,19 @@ macro_rules! trained_resource {
             }
 
             fn snapshot(&mut self) -> Result<Snapshot, ResourceError> {
-                Ok(snapshot(self.$model.as_ref()))
+                Ok(snapshot(self.$model()))
             }
 
             fn quick_snapshot(&mut self) -> Result<Snapshot, ResourceError> {
-                Ok(quick_snapshot(self.$model.as_ref()))
+                Ok(quick_snapshot(self.$model()))
             }
 
             fn restore(&mut self, snapshot: &Snapshot) -> Result<(), ResourceError> {
-                restore(self.$model.as_mut(), snapshot)
+                restore(self.$model_mut(), snapshot)
             }
 
             fn store(&mut self, snapshot: &Snapshot) -> Result<Option<StoredState>, ResourceError> {
-                store(self.$model.as_ref(), $kind, snapshot)
+                store(self.$model(), $kind, snapshot)
             }
 
             fn recall(
@@ -164,11 +233,11 @@ macro_rules! trained_resource {
                 version: &WeightsVersion,
                 stored: &StoredState,
             ) -> Result<Snapshot, ResourceError> {
-                recall(self.$model.as_ref(), version, stored)
+                recall(self.$model(), version, stored)
             }
 
             fn save(&mut self, dir: &Path) -> Result<(), ResourceError> {
-                save(self.$model.as_ref(), self.tokenizer.as_deref(), dir)
+                save(self.$model(), self.tokenizer.as_deref(), dir)
             }
 
             fn as_any_mut(&mut self) -> &mut dyn Any {
@@ -179,7 +248,7 @@ macro_rules! trained_resource {
 }
 pub(crate) use trained_resource;
 
-trained_resource!(PolicyResource, policy, "policy");
+trained_resource!(PolicyResource, policy, policy_mut, "policy");
 
 /// A snapshot's content.
 struct State(Box<dyn Any + Send + Sync>);
@@ -417,6 +486,7 @@ fn sized(
             kept_logit_bytes_per_token: taken.kept_logits_per_token,
             kept_logit_bytes: taken.kept_logits,
             copy_bytes: taken.copies,
+            engine_bytes: taken.engine,
         },
         max_tokens: config.max_tokens,
         summary: summary(config, dtype),

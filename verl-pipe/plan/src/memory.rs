@@ -8,7 +8,8 @@
 //! - *scoring*: one layer of a call's tokens
 //! - *training*: what a micro-batch of the longest rows keeps for its backward pass, and one layer of it
 //!
-//! and for each of these the logits of a chunk of tokens. The peak is the permanent part plus the largest work. The
+//! and for each of these the logits of a chunk of tokens. Sampling and scoring also need what rollout engines keep between
+//! calls for the models that they sample, such as packed weights; stages that train free it first. The peak is the permanent part plus the largest work. The
 //! model reports the bytes per token ([`Footprint`](verl_words::resource::Footprint)); the stages' settings limit the length
 //! of rows. A length that no setting limits counts as zero, and the output says so.
 
@@ -182,11 +183,16 @@ impl Plan {
     /// The same on a device with `room` bytes, where a rollout may have room for fewer rows.
     fn memory_in(&self, room: Option<u64>) -> MemoryPlan {
         let lengths = Lengths::of(self);
+        let engines = self.engine_bytes();
         let mut work = Vec::new();
         for stage in &self.stages {
             for asked in &stage.spec.work {
                 let model = self.models.iter().find(|model| model.name == asked.model);
-                work.extend(model.map(|model| lengths.work(stage, asked, &model.info, room)));
+                work.extend(model.map(|model| {
+                    let mut work = lengths.work(stage, asked, &model.info, room);
+                    work.bytes = work.bytes.saturating_add(kept_by(engines, work.kind));
+                    work
+                }));
             }
         }
         MemoryPlan {
@@ -194,6 +200,27 @@ impl Plan {
             models: self.models.iter().map(model_memory).collect(),
             work,
         }
+    }
+}
+
+impl Plan {
+    /// Bytes that rollout engines keep between calls, for all models that a stage samples.
+    fn engine_bytes(&self) -> u64 {
+        let works = || self.stages.iter().flat_map(|stage| &stage.spec.work);
+        let is_sampled = |model: &&PlannedModel| {
+            works().any(|work| work.kind == WorkKind::Sampling && work.model == model.name)
+        };
+        let sampled = self.models.iter().filter(is_sampled);
+        let bytes = sampled.map(|model| model.info.footprint.engine_bytes);
+        bytes.fold(0, u64::saturating_add)
+    }
+}
+
+/// What of the engines' memory is in use during work of this kind.
+fn kept_by(engines: u64, kind: WorkKind) -> u64 {
+    match kind {
+        WorkKind::Sampling | WorkKind::Scoring => engines,
+        WorkKind::Training => 0,
     }
 }
 
@@ -409,6 +436,7 @@ mod tests {
                 kept_logit_bytes_per_token: 2,
                 kept_logit_bytes: 90,
                 copy_bytes: 5,
+                engine_bytes: 11,
             },
             ..ModelInfo::default()
         }
@@ -443,6 +471,12 @@ mod tests {
         check(WorkKind::Training, 8, 20, None, 8 * 20 * 107 + 90 + 5 + 3);
         check(WorkKind::Training, 2, 20, None, 2 * 20 * 107 + 80 + 5 + 3);
         check(WorkKind::Training, 0, 20, None, 5 + 3);
+    }
+
+    #[test]
+    fn engines_keep_weights_while_nothing_is_trained() {
+        let kinds = [WorkKind::Sampling, WorkKind::Scoring, WorkKind::Training];
+        assert_eq!(kinds.map(|kind| kept_by(11, kind)), [11, 11, 0]);
     }
 
     #[test]
