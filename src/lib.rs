@@ -92,7 +92,7 @@ pub fn versions() -> Vec<(String, String)> {
 
 /// What a pipeline in Rust needs: the settings of every built-in kind, and the traits and types of custom kinds.
 ///
-/// Losses and estimators are `losses::Dpo`, `estimators::Gae`, since some have the same name.
+/// Losses, estimators and engines are `losses::Dpo`, `estimators::Gae`, `engines::Native`: some have the same name.
 ///
 /// A program that depends only on this crate derives settings through it:
 ///
@@ -183,6 +183,7 @@ pub mod prelude {
     pub use verl_stages::data::jsonl::Jsonl;
     pub use verl_stages::data::parquet::Parquet;
     pub use verl_stages::distill::{Distill, DivergenceName, Tail};
+    pub use verl_stages::engines::{self, Engine};
     pub use verl_stages::episodes::Episodes;
     pub use verl_stages::estimators::{self, Estimator};
     pub use verl_stages::evaluate::Evaluate;

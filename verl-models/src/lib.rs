@@ -24,6 +24,7 @@ pub mod policy;
 pub mod replicas;
 pub mod reshard;
 mod rows;
+pub mod sampled;
 #[cfg(test)]
 mod toy;
 mod trained;
@@ -47,5 +48,5 @@ pub mod kernels {
 
 /// Rollout engines: prompts in, sampled responses out.
 pub mod rollout {
-    pub use verl_rollout::{EngineKind, batched, eager, engine, sampling, stop};
+    pub use verl_rollout::{Cancel, Decoding, batched, eager, engine, native, sampling, stop};
 }

@@ -17,7 +17,9 @@ mod value;
 use std::any::Any;
 
 use burn::tensor::Tensor;
-use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use verl_rollout::engine::{
+    EngineWeights, OutputSink, RolloutError, RolloutRequest, SamplingSettings,
+};
 
 pub use verl_decoder::error::ModelError;
 pub use verl_kernels::scoring::Extras;
@@ -79,17 +81,21 @@ pub struct StepReport {
 
 /// A language model with its optimiser, as stages use it; object-safe. Implemented by
 /// [`Policy`](crate::policy::Policy). Whoever needs more than this interface downcasts it, which [`Any`] allows.
-pub trait PolicyModel: TrainedModel + Any {
-    /// See [`ModelInterface::generate`].
+pub trait PolicyModel: TrainedModel + EngineWeights + Any {
+    /// Samples from the current weights, once: nothing is kept for the next call. [`SampledPolicy`] keeps what it can.
     ///
     /// # Errors
     /// As [`ModelInterface::generate`].
+    ///
+    /// [`SampledPolicy`]: crate::sampled::SampledPolicy
     fn generate(
         &self,
         requests: &[RolloutRequest],
         settings: &SamplingSettings,
-        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
-    ) -> Result<(), RolloutError>;
+        on_done: &mut OutputSink<'_>,
+    ) -> Result<(), RolloutError> {
+        self.prepare()?.generate(requests, settings, on_done)
+    }
 
     /// Log-probs of the responses without gradient. The result of a row does not depend on the other rows.
     ///

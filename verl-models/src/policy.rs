@@ -7,7 +7,7 @@ use std::path::Path;
 use burn::tensor::{Device, Tensor};
 use verl_kernels as kernels;
 use verl_kernels::scoring::{Extras, TokenScores};
-use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use verl_rollout::engine::{EngineWeights, PreparedModel, RolloutError, WeightTensor};
 
 use crate::model::{
     ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel, ScoreRow,
@@ -194,16 +194,20 @@ pub(crate) fn check<M: ModelInterface>(
     rows::check(rows, module.vocab_size(), module.max_tokens())
 }
 
-impl<M: ModelInterface> PolicyModel for Policy<M> {
-    fn generate(
-        &self,
-        requests: &[RolloutRequest],
-        settings: &SamplingSettings,
-        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
-    ) -> Result<(), RolloutError> {
-        self.module().generate(requests, settings, on_done)
+impl<M: ModelInterface> EngineWeights for Policy<M> {
+    fn prepare(&self) -> Result<Box<dyn PreparedModel>, RolloutError> {
+        self.module().prepare()
     }
 
+    fn tensors(
+        &self,
+        each: &mut dyn FnMut(WeightTensor<'_>) -> Result<(), RolloutError>,
+    ) -> Result<(), RolloutError> {
+        self.trained.tensors(each)
+    }
+}
+
+impl<M: ModelInterface> PolicyModel for Policy<M> {
     fn score(
         &self,
         rows: &[ScoreRow<'_>],

@@ -10,8 +10,10 @@ use burn::module::{Module, ParamId};
 use burn::tensor::{Device, Tensor};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
+use verl_decoder::parameters::visit_parameters;
 use verl_kernels::device::DeviceKind;
 use verl_reshard::Staging;
+use verl_rollout::engine::{RolloutError, WeightTensor};
 
 use crate::model::{ModelError, ParameterGroup, StepReport};
 use crate::optim::accumulate::Collected;
@@ -348,6 +350,36 @@ impl<M: Module> Trained<M> {
         }
         let digest = hash.finalize();
         digest.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// Passes every weight to `each`, in the order of the module.
+    ///
+    /// # Errors
+    /// A weight of a type that safetensors does not support; an error of `each`, after which no weight is read.
+    pub(crate) fn tensors(
+        &self,
+        each: &mut dyn FnMut(WeightTensor<'_>) -> Result<(), RolloutError>,
+    ) -> Result<(), RolloutError> {
+        let mut result = Ok(());
+        visit_parameters(self.module(), |name, shape, read| {
+            if result.is_err() {
+                return;
+            }
+            let data = read();
+            let dtype = stored::stored_type(data.dtype());
+            let dtype = dtype.map_err(|error| RolloutError::Device {
+                reason: error.to_string(),
+            });
+            result = dtype.and_then(|dtype| {
+                each(WeightTensor {
+                    name,
+                    dtype: &dtype.to_string(),
+                    shape,
+                    bytes: data.as_bytes(),
+                })
+            });
+        });
+        result
     }
 
     pub(crate) fn snapshot(&self) -> Box<dyn Any + Send + Sync> {

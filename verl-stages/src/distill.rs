@@ -24,7 +24,7 @@ pub use verl_algos::losses::{DivergenceName, Tail};
 
 use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
 use crate::losses::{AggregationName, aggregation};
-use crate::model::{POLICY, PolicyResource};
+use crate::model::{POLICY, PolicyResource, sleep_engines};
 use crate::settings::{metrics, refusal};
 use crate::teacher_top::{TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS, teacher_log_probs};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
@@ -280,13 +280,14 @@ impl Stage for DistillStage {
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
         let columns = Columns::new(&input)?;
+        sleep_engines(context.models);
         let student = find_model::<PolicyResource>(context.models, &self.config.model)?;
         let (mut skipped, mut steps) = (0, 0);
         for rows in self.cuts.mini_batches(input.num_rows()) {
             if context.cancel.is_cancelled() {
                 return Err(StageError::Cancelled);
             }
-            let moved = self.mini_step(student.policy.as_mut(), &columns, rows, context.sink)?;
+            let moved = self.mini_step(student.policy_mut(), &columns, rows, context.sink)?;
             skipped += usize::from(!moved);
             steps += 1;
         }

@@ -35,7 +35,7 @@ use crate::advantages::{NO_OLD, NO_REFERENCE};
 use crate::generate::TOKENS;
 use crate::log_probs::{LogProbs, scoring_temperature, scoring_temperature_fault};
 use crate::losses::{Grpo, KL_PENALTY, Loss, LossState, PolicyObjective};
-use crate::model::{POLICY, PolicyResource};
+use crate::model::{POLICY, PolicyResource, sleep_engines};
 use crate::settings::metrics;
 use crate::state::{recalled, restored, snapshot, stored};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
@@ -487,6 +487,7 @@ impl Stage for UpdateStage {
             let tokens = self.cuts.epochs * columns.rows.num_tokens();
             context.record(&TOKENS, tokens as f64);
         }
+        sleep_engines(context.models);
         let mini_batches = self.cuts.mini_batches(input.num_rows());
         let mut skipped = 0;
         for (index, rows) in mini_batches.enumerate() {
@@ -510,8 +511,7 @@ impl Stage for UpdateStage {
                 pass: index * self.cuts.epochs / steps,
                 is_first: index == 0,
             };
-            let moved =
-                self.mini_step(resource.policy.as_mut(), &columns, rows, at, context.sink)?;
+            let moved = self.mini_step(resource.policy_mut(), &columns, rows, at, context.sink)?;
             skipped += usize::from(!moved);
         }
         report_skipped(context, &columns.rows, skipped, steps);

@@ -18,7 +18,7 @@ use verl_words::stage::{
 };
 
 use crate::losses::{AggregationName, aggregation};
-use crate::model::{VALUE_MODEL, ValueResource};
+use crate::model::{VALUE_MODEL, ValueResource, sleep_engines};
 use crate::settings::metrics;
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
 use crate::values::values_of;
@@ -229,6 +229,7 @@ impl Stage for UpdateCriticStage {
         let values = columns.rows.packed(columns.values, all.clone());
         let returns = columns.rows.packed(columns.returns, all);
         report_fit(&values, &returns, context.sink);
+        sleep_engines(context.models);
         let critic = find_model::<ValueResource>(context.models, &self.model)?;
         let (mut skipped, mut steps) = (0, 0);
         for rows in self.cuts.mini_batches(input.num_rows()) {

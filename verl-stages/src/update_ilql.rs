@@ -20,7 +20,7 @@ use verl_words::stage::{
     StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
-use crate::model::{POLICY, PolicyResource};
+use crate::model::{POLICY, PolicyResource, sleep_engines};
 use crate::settings::{metrics, refusal};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
 
@@ -249,9 +249,10 @@ impl Stage for UpdateIlqlStage {
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
         let columns = Columns::new(&input)?;
+        sleep_engines(context.models);
         let name = &self.config.model;
         let resource = find_model::<PolicyResource>(context.models, name)?;
-        let Some(model) = IlqlPolicy::of(resource.policy.as_mut()) else {
+        let Some(model) = IlqlPolicy::of(resource.policy_mut()) else {
             return Err(StageError::Model {
                 name: name.clone(),
                 reason: "has no value heads; declare it with `kind = \"ilql_lm\"`".to_owned(),

@@ -18,7 +18,7 @@ use verl_words::stage::{
 };
 
 use crate::generate::TOKENS;
-use crate::model::{VALUE_MODEL, ValueResource};
+use crate::model::{VALUE_MODEL, ValueResource, sleep_engines};
 use crate::settings::{metrics, refusal};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares};
 
@@ -201,6 +201,7 @@ impl Stage for UpdateRewardModelStage {
             });
         let tokens = self.cuts.epochs * columns.num_tokens();
         context.record(&TOKENS, tokens as f64);
+        sleep_engines(context.models);
         let resource = find_model::<ValueResource>(context.models, &self.model)?;
         for rows in self.cuts.mini_batches(input.num_rows()) {
             if context.cancel.is_cancelled() {

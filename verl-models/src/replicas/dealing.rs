@@ -1,10 +1,14 @@
 //! Calls without gradient: rows in contiguous pieces, one for each replica.
 
 use std::ops::Range;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 
 use burn::module::Module;
-use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use rayon::ThreadPool;
+use verl_rollout::engine::{
+    OutputSink, PreparedModel, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
+    check_requests,
+};
 
 use super::{Failure, Replicas, all_or_cause, on_pool, panicked};
 use crate::model::{ModelError, ModelInterface};
@@ -68,36 +72,112 @@ type Sampled = (usize, RolloutOutput);
 #[error("the rollout has ended")]
 struct Ended;
 
-impl<M: ModelInterface> Replicas<M> {
-    /// See [`ModelInterface::generate`]; requests must be checked already.
-    ///
-    /// # Errors
-    /// That of `on_done`, else the first one in the order of replicas.
-    pub fn generate(
-        &self,
+/// The replicas of a policy, prepared for sampling; each samples a piece of the requests on its own threads.
+pub(super) struct PreparedReplicas<M: ModelInterface> {
+    replicas: Vec<PreparedReplica<M>>,
+}
+
+struct PreparedReplica<M: ModelInterface> {
+    pool: Arc<ThreadPool>,
+    module: M,
+    /// `None` after a panic, which may have left it inconsistent.
+    model: Option<Box<dyn PreparedModel>>,
+}
+
+impl<M: ModelInterface> PreparedReplica<M> {
+    fn generate(
+        &mut self,
         requests: &[RolloutRequest],
         settings: &SamplingSettings,
-        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
+        on_done: &mut OutputSink<'_>,
     ) -> Result<(), RolloutError> {
+        let mut model = match self.model.take() {
+            Some(model) => model,
+            None => self.module.prepare()?,
+        };
+        let sampled = model.generate(requests, settings, on_done);
+        self.model = Some(model);
+        sampled
+    }
+}
+
+impl<M: ModelInterface> Replicas<M> {
+    /// The replicas, prepared for sampling at the same time.
+    ///
+    /// # Errors
+    /// The first one in the order of replicas.
+    pub(super) fn prepare(&self) -> Result<PreparedReplicas<M>, RolloutError> {
+        let prepared = std::thread::scope(|scope| {
+            let started = self.replicas.iter().map(|replica| {
+                let pool = replica.pool.clone();
+                let module = replica.state.trained.module().clone();
+                scope.spawn(move || {
+                    let prepared = on_pool(&pool, move || {
+                        let model = module.prepare();
+                        model.map(|model| (module, model))
+                    });
+                    (pool, prepared)
+                })
+            });
+            let started: Vec<_> = started.collect();
+            started
+                .into_iter()
+                .map(std::thread::ScopedJoinHandle::join)
+                .collect::<Vec<_>>()
+        });
+        let failed = |replica: usize, message: &str| RolloutError::Replica {
+            replica,
+            reason: panicked(message),
+        };
+        let replicas = prepared.into_iter().enumerate().map(|(replica, joined)| {
+            let (pool, prepared) = joined.map_err(|_| failed(replica, "no message"))?;
+            let (module, model) = prepared.map_err(|message| failed(replica, &message))??;
+            Ok(PreparedReplica {
+                pool,
+                module,
+                model: Some(model),
+            })
+        });
+        Ok(PreparedReplicas {
+            replicas: replicas.collect::<Result<_, RolloutError>>()?,
+        })
+    }
+}
+
+impl<M: ModelInterface> PreparedModel for PreparedReplicas<M> {
+    /// The error is that of `on_done`, else the first one in the order of replicas.
+    fn generate(
+        &mut self,
+        requests: &[RolloutRequest],
+        settings: &SamplingSettings,
+        on_done: &mut OutputSink<'_>,
+    ) -> Result<(), RolloutError> {
+        if let Some(first) = self.replicas.first() {
+            let module = &first.module;
+            check_requests(requests, module.vocab_size(), module.max_tokens())?;
+        }
         // The lengths of responses are not known, so each replica gets as many requests.
         let pieces = deal(&vec![0; requests.len()], self.replicas.len());
         std::thread::scope(|scope| {
             let (sender, received) = mpsc::channel::<Sampled>();
-            let started = self.replicas.iter().zip(pieces).map(|(replica, piece)| {
-                let (pool, sender) = (&replica.pool, sender.clone());
-                let module = replica.state.trained.module().clone();
-                scope.spawn(move || {
-                    let start = piece.start;
-                    let own = &requests[piece];
-                    let sampled = on_pool(pool, move || {
-                        module.generate(own, settings, &mut |index, output| {
-                            let sent = sender.send((start + index, output));
-                            sent.map_err(|_| RolloutError::Stopped(Box::new(Ended)))
-                        })
-                    });
-                    (start, sampled)
-                })
-            });
+            let started = self
+                .replicas
+                .iter_mut()
+                .zip(pieces)
+                .map(|(replica, piece)| {
+                    let (pool, sender) = (replica.pool.clone(), sender.clone());
+                    scope.spawn(move || {
+                        let start = piece.start;
+                        let own = &requests[piece];
+                        let sampled = on_pool(&pool, move || {
+                            replica.generate(own, settings, &mut |index, output| {
+                                let sent = sender.send((start + index, output));
+                                sent.map_err(|_| RolloutError::Stopped(Box::new(Ended)))
+                            })
+                        });
+                        (start, sampled)
+                    })
+                });
             let started: Vec<_> = started.collect();
             drop(sender);
             let mut stopped = None;

@@ -47,6 +47,7 @@ mod tests;
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::Duration;
 
 use burn::module::Module;
@@ -135,7 +136,7 @@ pub(crate) struct Replicas<M: Module> {
 }
 
 struct Replica<M: Module> {
-    pool: ThreadPool,
+    pool: Arc<ThreadPool>,
     state: State<M>,
 }
 
@@ -324,7 +325,7 @@ impl<M: Module> Replicas<M> {
             })?;
             let trained = Trained::new(module.clone(), &group, optimizer.clone())?;
             replicas.push(Replica {
-                pool,
+                pool: Arc::new(pool),
                 state: State {
                     trained,
                     member,

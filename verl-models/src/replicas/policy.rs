@@ -2,9 +2,7 @@
 
 use burn::tensor::Tensor;
 use verl_kernels::scoring::Extras;
-use verl_rollout::engine::{
-    RolloutError, RolloutOutput, RolloutRequest, SamplingSettings, check_requests,
-};
+use verl_rollout::engine::{EngineWeights, PreparedModel, RolloutError, WeightTensor};
 
 use super::{ReplicaError, ReplicaSettings, Replicas};
 use crate::model::{
@@ -69,18 +67,20 @@ impl<M: ModelInterface> ReplicatedPolicy<M> {
     }
 }
 
-impl<M: ModelInterface> PolicyModel for ReplicatedPolicy<M> {
-    fn generate(
-        &self,
-        requests: &[RolloutRequest],
-        settings: &SamplingSettings,
-        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
-    ) -> Result<(), RolloutError> {
-        let module = self.module();
-        check_requests(requests, module.vocab_size(), module.max_tokens())?;
-        self.replicas.generate(requests, settings, on_done)
+impl<M: ModelInterface> EngineWeights for ReplicatedPolicy<M> {
+    fn prepare(&self) -> Result<Box<dyn PreparedModel>, RolloutError> {
+        Ok(Box::new(self.replicas.prepare()?))
     }
 
+    fn tensors(
+        &self,
+        each: &mut dyn FnMut(WeightTensor<'_>) -> Result<(), RolloutError>,
+    ) -> Result<(), RolloutError> {
+        self.replicas.first().tensors(each)
+    }
+}
+
+impl<M: ModelInterface> PolicyModel for ReplicatedPolicy<M> {
     fn score(
         &self,
         rows: &[ScoreRow<'_>],

@@ -8,7 +8,8 @@
 //! - *scoring*: one layer of a call's tokens
 //! - *training*: what a micro-batch of the longest rows keeps for its backward pass, and one layer of it
 //!
-//! and for each of these the logits of a chunk of tokens. The peak is the permanent part plus the largest work. The
+//! and for each of these the logits of a chunk of tokens. Sampling and scoring also need what rollout engines keep between
+//! calls for the models that they sample, such as packed weights; stages that train free it first. The peak is the permanent part plus the largest work. The
 //! model reports the bytes per token ([`Footprint`](verl_words::resource::Footprint)); the stages' settings limit the length
 //! of rows. A length that no setting limits counts as zero, and the output says so.
 
@@ -203,6 +204,7 @@ impl Plan {
     /// The same on a device with `room` bytes, where a rollout may have room for fewer rows.
     fn memory_in(&self, group: usize, room: Option<u64>) -> MemoryPlan {
         let lengths = Lengths::of(self);
+        let engines = self.engine_bytes(group);
         let mut work = Vec::new();
         for stage in self
             .stages
@@ -213,7 +215,11 @@ impl Plan {
                 let mut models = self.models.iter();
                 let model = models.find(|model| model.name == asked.model);
                 let info = model.and_then(|model| model.info_in(group));
-                work.extend(info.map(|info| lengths.work(stage, asked, info, room)));
+                work.extend(info.map(|info| {
+                    let mut work = lengths.work(stage, asked, info, room);
+                    work.bytes = work.bytes.saturating_add(kept_by(engines, work.kind));
+                    work
+                }));
             }
         }
         let models = self.models.iter();
@@ -240,6 +246,33 @@ impl PlannedModel {
             true => Some(&self.info),
             false => copy().map(|(_, info)| info),
         }
+    }
+}
+
+impl Plan {
+    /// Bytes that rollout engines in group `group` keep between calls, for all models that a stage samples there.
+    fn engine_bytes(&self, group: usize) -> u64 {
+        let stages = self
+            .stages
+            .iter()
+            .filter(|stage| stage.group == Some(group));
+        let works: Vec<&ModelWork> = stages.flat_map(|stage| &stage.spec.work).collect();
+        let is_sampled = |model: &&PlannedModel| {
+            let mut works = works.iter();
+            works.any(|work| work.kind == WorkKind::Sampling && work.model == model.name)
+        };
+        let sampled = self.models.iter().filter(is_sampled);
+        let sampled = sampled.filter_map(|model| model.info_in(group));
+        let bytes = sampled.map(|info| info.footprint.engine_bytes);
+        bytes.fold(0, u64::saturating_add)
+    }
+}
+
+/// What of the engines' memory is in use during work of this kind.
+fn kept_by(engines: u64, kind: WorkKind) -> u64 {
+    match kind {
+        WorkKind::Sampling | WorkKind::Scoring => engines,
+        WorkKind::Training => 0,
     }
 }
 
@@ -477,6 +510,7 @@ mod tests {
                 kept_logit_bytes_per_token: 2,
                 kept_logit_bytes: 90,
                 copy_bytes: 5,
+                engine_bytes: 11,
             },
             ..ModelInfo::default()
         }
@@ -511,6 +545,12 @@ mod tests {
         check(WorkKind::Training, 8, 20, None, 8 * 20 * 107 + 90 + 5 + 3);
         check(WorkKind::Training, 2, 20, None, 2 * 20 * 107 + 80 + 5 + 3);
         check(WorkKind::Training, 0, 20, None, 5 + 3);
+    }
+
+    #[test]
+    fn engines_keep_weights_while_nothing_is_trained() {
+        let kinds = [WorkKind::Sampling, WorkKind::Scoring, WorkKind::Training];
+        assert_eq!(kinds.map(|kind| kept_by(11, kind)), [11, 11, 0]);
     }
 
     #[test]

@@ -241,6 +241,8 @@ pub struct Footprint {
     pub kept_logit_bytes: u64,
     /// Bytes of copies of weights that training keeps for the backward pass.
     pub copy_bytes: u64,
+    /// Bytes that a rollout engine keeps between calls, such as packed weights; freed before training.
+    pub engine_bytes: u64,
 }
 
 /// The kernels that a model uses on the CPU, as far as they affect whether results repeat.

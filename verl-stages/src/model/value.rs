@@ -54,6 +54,14 @@ impl ValueResource {
         }
     }
 
+    fn model(&self) -> &dyn ValueModel {
+        self.model.as_ref()
+    }
+
+    fn model_mut(&mut self) -> &mut dyn ValueModel {
+        self.model.as_mut()
+    }
+
     /// A resource of a model with its tokenizer and chat template.
     pub(super) fn with_texts(model: Box<dyn ValueModel>, tools: TextTools) -> Self {
         ValueResource {
@@ -65,7 +73,7 @@ impl ValueResource {
     }
 }
 
-trained_resource!(ValueResource, model, "value model");
+trained_resource!(ValueResource, model, model_mut, "value model");
 
 /// Weights of a fresh head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]

@@ -4,7 +4,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::tensor::Int;
-use verl_rollout::engine::RolloutError;
+use verl_rollout::engine::{EngineWeights, RolloutError};
 
 use super::*;
 
@@ -210,6 +210,8 @@ fn calls_without_gradient_name_the_replica_that_panics() {
     });
     let seen = Mutex::new(Vec::new());
     let error = many
+        .prepare()
+        .unwrap()
         .generate(&requests, &SamplingSettings::default(), &mut |index, _| {
             seen.lock().unwrap().push(index);
             Ok(())
@@ -223,17 +225,21 @@ fn calls_without_gradient_name_the_replica_that_panics() {
     assert!(seen.lock().unwrap().iter().all(|index| *index < 4));
     // The error of the receiver ends all replicas.
     let calls = AtomicUsize::new(0);
-    let stopped = many.generate(&requests[..4], &SamplingSettings::default(), &mut |_, _| {
-        calls.fetch_add(1, Ordering::SeqCst);
-        Err(RolloutError::Stopped("enough".into()))
-    });
+    let stopped = many.prepare().unwrap().generate(
+        &requests[..4],
+        &SamplingSettings::default(),
+        &mut |_, _| {
+            calls.fetch_add(1, Ordering::SeqCst);
+            Err(RolloutError::Stopped("enough".into()))
+        },
+    );
     assert_eq!(stopped.unwrap_err().to_string(), "enough");
     assert_eq!(calls.load(Ordering::SeqCst), 1);
     let long = RolloutRequest {
         prompt: vec![1; 64],
         ..requests[0].clone()
     };
-    let refused = many.generate(
+    let refused = many.prepare().unwrap().generate(
         &[requests[0].clone(), long],
         &SamplingSettings::default(),
         &mut |_, _| Ok(()),

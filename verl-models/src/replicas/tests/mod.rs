@@ -222,10 +222,14 @@ fn check_reads<M: ModelInterface>(module: M, rows: &[ScoreRow<'_>]) {
     let generate = |policy: &dyn PolicyModel| {
         let mut outputs = vec![None; requests.len()];
         let settings = SamplingSettings::default();
-        let done = policy.generate(&requests, &settings, &mut |index, output| {
-            assert!(outputs[index].replace(output).is_none());
-            Ok(())
-        });
+        let done =
+            policy
+                .prepare()
+                .unwrap()
+                .generate(&requests, &settings, &mut |index, output| {
+                    assert!(outputs[index].replace(output).is_none());
+                    Ok(())
+                });
         done.unwrap();
         let outputs: Option<Vec<RolloutOutput>> = outputs.into_iter().collect();
         outputs.expect("every request is answered")

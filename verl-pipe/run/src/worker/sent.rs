@@ -402,6 +402,7 @@ mod tests {
         let report = CallReport {
             records: values.iter().map(record).collect(),
             samples: vec![serde_json::json!({ "b": 1, "a": [0.1, u64::MAX, null, "é"] })],
+            began: None,
             seconds: 0.25,
         };
         let samples = report.samples.clone();
