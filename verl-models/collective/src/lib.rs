@@ -129,7 +129,7 @@ pub enum CollectiveError {
     },
 }
 
-/// A member of a group; see the [crate](crate) for its rules.
+/// A member of a group; see the [crate] for its rules.
 pub trait Collective: Send {
     /// Its number, below [`Collective::world`].
     fn rank(&self) -> usize;

@@ -128,7 +128,7 @@ fn sums_of_gradients_have_the_bits_of_a_single_critic() {
     let training = single.trained.training.as_ref().unwrap();
     let expected = training.accumulator.sums().iter().map(|sum| {
         let sum = sum.clone()?;
-        Some(bits(&sum.into_data().to_vec::<f32>().unwrap()))
+        Some(bits(&sum.into_data().iter::<f32>().collect::<Vec<f32>>()))
     });
     let expected: Vec<Option<Vec<u32>>> = expected.collect();
     let zero = (-0.0f32).to_bits();
