@@ -6,8 +6,9 @@
 //!
 //! - Sums add in the order of ranks, so their bits do not depend on the transport, on timing or on how values are divided.
 //! - Every operation has a deadline. The first error of a member ends the group: the others return
-//!   [`CollectiveError::Aborted`] or an error of their own, and no operation of the group succeeds afterwards. Whoever
-//!   goes on builds a new group with the next epoch; messages of another epoch are dropped.
+//!   [`CollectiveError::Aborted`] or an error of their own as soon as they learn of it, and no later operation succeeds.
+//!   Until then, a member may complete an operation for which it has received everything. Whoever goes on builds a new group
+//!   with the next epoch; messages of another epoch are dropped.
 //!
 //! ```
 //! use std::time::Duration;
@@ -129,7 +130,7 @@ pub enum CollectiveError {
     },
 }
 
-/// A member of a group; see the [crate](crate) for its rules.
+/// A member of a group; see the [crate] for its rules.
 pub trait Collective: Send {
     /// Its number, below [`Collective::world`].
     fn rank(&self) -> usize;

@@ -46,7 +46,7 @@ impl ValueInterface for Branches {
             false => self.even.val(),
         };
         // The sign of a zero gradient is part of its bits.
-        (weights.select(0, flat) * -1.0).reshape([b, s])
+        (weights * -1.0).select(0, flat).reshape([b, s])
     }
     fn save(&self, _dir: &Path) -> Result<(), ModelError> {
         Ok(())
@@ -107,5 +107,59 @@ fn parameters_without_a_gradient_are_left_alone_as_by_a_single_critic() {
         let single = Critic::new(many.module().clone(), None).unwrap();
         assert_eq!(many.values(&rows).unwrap(), single.values(&rows).unwrap());
         assert_eq!(many.scores(&rows).unwrap(), single.scores(&rows).unwrap());
+    }
+}
+
+#[test]
+fn sums_of_gradients_have_the_bits_of_a_single_critic() {
+    // Zero gradients have a negative sign here, and each parameter has no gradient in some micro-batch.
+    let prompts = [[2u32, 5], [1, 5], [4, 5]];
+    let round = prompts.each_ref().map(|prompt| {
+        vec![ScoreRow {
+            prompt,
+            response: &[9, 11],
+        }]
+    });
+    let loss = |_: usize, packed: PackedValues| (packed.values * 0.3).sum();
+    let mut single = Critic::new(Branches::new(), optimizer()).unwrap();
+    single
+        .accumulate_round(&round, &|_, _, _| true, &loss)
+        .unwrap();
+    let training = single.trained.training.as_ref().unwrap();
+    let expected = training.accumulator.sums().iter().map(|sum| {
+        let sum = sum.clone()?;
+        Some(bits(&sum.into_data().iter::<f32>().collect::<Vec<f32>>()))
+    });
+    let expected: Vec<Option<Vec<u32>>> = expected.collect();
+    let zero = (-0.0f32).to_bits();
+    assert!(
+        expected[..2]
+            .iter()
+            .flatten()
+            .all(|sum| sum.contains(&zero))
+    );
+    assert_eq!(expected[2], None);
+    for settings in cases() {
+        let mut many = ReplicatedCritic::new(Branches::new(), optimizer(), &settings).unwrap();
+        many.accumulate_round(&round, &|_, _, _| true, &loss)
+            .unwrap();
+        let Replicas {
+            replicas,
+            layout,
+            present,
+            ..
+        } = &many.replicas;
+        assert_eq!(present[..], [true, true, false]);
+        let sums: Vec<f32> = match settings.sharding {
+            Sharding::Optimizer => replicas[replicas.len() - 1].state.sums.clone(),
+            Sharding::Gradients => replicas
+                .iter()
+                .flat_map(|own| own.state.sums.clone())
+                .collect(),
+        };
+        for (position, expected) in expected.iter().enumerate() {
+            let found = bits(&sums[layout.place(position)]);
+            assert!(expected.as_ref().is_none_or(|expected| found == *expected));
+        }
     }
 }
