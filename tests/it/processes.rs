@@ -8,16 +8,18 @@ use std::process::Command;
 use std::time::Duration;
 
 use serde_json::Value;
-use verl::pipe::resource::ModelResource;
 use verl::pipe::run::error::RunError;
 use verl::pipe::run::runner::{Run, RunOptions};
 use verl::pipe::run::worker::ProcessOptions;
 use verl::pipe::stage::StartContext;
+use verl::pipe::trace::compare::diff_step;
+use verl::pipe::trace::replay::{ReplayScope, Replayer};
 use verl::pipe::wire::child::Program;
 use verl::pipe::wire::socket::Transport;
 use verl::prelude::*;
 
 use crate::kit::{GRPO, Place};
+use crate::replayed::{EXAMPLES, example, record, record_with};
 
 /// Environment variable with the file to which a worker process writes its id.
 const ID_FILE: &str = "VERL_TEST_ID_FILE";
@@ -74,7 +76,7 @@ impl Stage for Fault {
                 reason: "it is odd".to_owned(),
             }),
             "key" => Ok(input.get(&keys::ADVANTAGES).map(|_| ())?),
-            "model" => Ok(drop(context.model::<ValueResource>("actor")?.version())),
+            "model" => context.model::<ValueResource>("actor").map(|_| ()),
             "wait" => {
                 while !context.cancel.is_cancelled() {
                     std::thread::sleep(Duration::from_millis(1));
@@ -199,6 +201,35 @@ fn a_process_computes_the_bits_of_a_thread() {
     }
 }
 
+#[test]
+fn every_example_computes_the_same_edges_in_a_process() {
+    for (file, overrides) in EXAMPLES {
+        let place = Place::new();
+        let pipe = example(&place, file, overrides);
+        let options = RunOptions {
+            processes: Some(processes(&place.path("id"), Transport::Path)),
+            ..RunOptions::default()
+        };
+        let (of_thread, _) = record(&pipe, 2);
+        let (of_process, mut run) = record_with(&pipe, 2, options);
+        for (thread, process) in of_thread.iter().zip(&of_process) {
+            let diff = diff_step(run.schedule(), thread, process);
+            assert_eq!(diff.first(), None, "{file}");
+            assert!(
+                diff.stages.iter().all(|stage| stage.differences() == 0),
+                "{file}"
+            );
+            assert_eq!(thread.weights_after, process.weights_after, "{file}");
+        }
+        // A process replays what it recorded, from the states that it keeps.
+        let mut replayer = Replayer::new(&mut run).expect("a snapshot");
+        let report = replayer
+            .replay(&of_process[1], &ReplayScope::Step)
+            .expect("a replay");
+        assert_eq!(report.differences(), 0, "{file}:\n{report}");
+    }
+}
+
 fn kill(ids: &Path) {
     let process = fs::read_to_string(ids).expect("written");
     let killed = Command::new("kill").args(["-KILL", &process]).status();
@@ -217,7 +248,7 @@ fn a_killed_process_ends_the_run_with_its_name_and_what_it_ran() {
     let mut run = start(&pipe, options.clone()).expect("started");
     run.step().expect("a step");
     kill(&ids);
-    let error = run.step().err().expect("lost");
+    let error = run.step().expect_err("lost");
     assert_eq!(error.code(), "R009");
     let text = error.to_string();
     assert!(text.starts_with("the worker of `cpu` is lost: "), "{text}");
@@ -227,7 +258,7 @@ fn a_killed_process_ends_the_run_with_its_name_and_what_it_ran() {
     drop(run);
 
     let mut run = start(&faulty(&place, "abort"), options).expect("started");
-    let error = run.step().err().expect("lost");
+    let error = run.step().expect_err("lost");
     let text = error.to_string();
     assert_eq!(error.code(), "R009", "{text}");
     let stage = "killed by signal 6 (SIGABRT); it ran step 1, stage `fault`, 8 rows, samples ";
@@ -278,7 +309,7 @@ fn cancelling_a_run_cancels_the_call_in_its_process() {
         std::thread::sleep(Duration::from_millis(300));
         cancel.cancel();
     });
-    let error = run.step().err().expect("cancelled");
+    let error = run.step().expect_err("cancelled");
     assert_eq!(error.code(), "R011", "{error}");
     cancelling.join().expect("no panic");
     // The call has ended, so the worker answers.
@@ -296,7 +327,7 @@ fn what_exists_only_in_the_program_is_refused_by_its_process() {
         processes: Some(processes(&ids, Transport::Path)),
         ..RunOptions::default()
     };
-    let error = start(&pipe, options).err().expect("refused").to_string();
+    let error = start(&pipe, options).expect_err("refused").to_string();
     assert!(
         error.contains("exist only in the process that declared it"),
         "{error}"
