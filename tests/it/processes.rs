@@ -230,9 +230,41 @@ fn every_example_computes_the_same_edges_in_a_process() {
     }
 }
 
-fn kill(ids: &Path) {
+#[test]
+fn a_process_leaves_ctrl_c_to_its_run_and_is_lost_when_it_is_stopped() {
+    let place = Place::new();
+    let ids = place.path("id");
+    let mut of_processes = processes(&ids, Transport::Path);
+    of_processes.settings.deadline = Duration::from_secs(3);
+    let options = RunOptions {
+        processes: Some(of_processes),
+        ..RunOptions::default()
+    };
+    let mut run = start(&place.grpo("run", &[]), options).expect("started");
+    for signal in ["-INT", "-TERM"] {
+        send(signal, &ids);
+    }
+    run.step().expect("a step");
+    send("-STOP", &ids);
+    let error = run.step().expect_err("lost");
+    assert_eq!(error.code(), "R009");
+    let text = error.to_string();
+    assert!(
+        text.contains("it sent nothing for 3.0 s, not even a heartbeat"),
+        "{text}"
+    );
+    assert!(text.contains("it ran step 2, stage `prompts`"), "{text}");
+    // The stopped process does not outlive the run.
+    let process = fs::read_to_string(&ids).expect("written");
+    drop(run);
+    let command = fs::read_to_string(format!("/proc/{process}/cmdline")).unwrap_or_default();
+    assert_eq!(command, "");
+}
+
+/// Sends a signal to the worker process.
+fn send(signal: &str, ids: &Path) {
     let process = fs::read_to_string(ids).expect("written");
-    let killed = Command::new("kill").args(["-KILL", &process]).status();
+    let killed = Command::new("kill").args([signal, &process]).status();
     assert!(killed.expect("`kill` runs").success());
 }
 
@@ -247,7 +279,7 @@ fn a_killed_process_ends_the_run_with_its_name_and_what_it_ran() {
     };
     let mut run = start(&pipe, options.clone()).expect("started");
     run.step().expect("a step");
-    kill(&ids);
+    send("-KILL", &ids);
     let error = run.step().expect_err("lost");
     assert_eq!(error.code(), "R009");
     let text = error.to_string();

@@ -26,7 +26,7 @@ use crate::worker::{
 /// How worker processes are started.
 #[derive(Debug, Clone)]
 pub struct ProcessOptions {
-    /// The program, which must serve with [`WorkerServer`](crate::worker::WorkerServer).
+    /// The program, which must call [`enter`](crate::worker::enter) or [`run_worker`](crate::worker::run_worker) first.
     pub program: Program,
     /// Further environment variables.
     pub variables: Vec<(String, String)>,
