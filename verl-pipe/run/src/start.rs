@@ -20,6 +20,7 @@ use crate::runner::Run;
 use crate::samples::SampledRows;
 use crate::tap::{NoTap, Tap};
 use crate::watch::Watch;
+use crate::weight_sync::Copies;
 use crate::worker::{ThreadWorker, Worker, WorkerStart, start_stage};
 
 /// Options of a run besides the schedule.
@@ -106,6 +107,7 @@ impl Run {
                     .is_none_or(|host: &HostStage| host.prototype.is_none())
             })
             .collect();
+        let copies = Copies::of(&schedule);
         let sampled = SampledRows::of(&schedule);
         let roles = metric_roles(schedule.plan());
         Ok(Run {
@@ -121,6 +123,7 @@ impl Run {
             data,
             deadline,
             in_order,
+            copies,
             sampled,
             roles,
             left: BTreeMap::new(),
