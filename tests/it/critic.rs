@@ -44,6 +44,21 @@ fn ppo(place: &Place, more: &[&str]) -> DataPipe {
     )
 }
 
+/// PPO with all four models, against the reward model of folder `run`, which [`train_reward_model`] trains.
+pub fn ppo_with_reward_model(place: &Place, more: &[&str]) -> DataPipe {
+    let path = format!("reward.path={}", place.path("run/model/reward").display());
+    let elsewhere = format!("run.dir={}", place.path("against").display());
+    let overrides = [SMALL, &[path.as_str(), elsewhere.as_str()], more].concat();
+    let file = "ppo_reward_model_addition.toml";
+    example(place, file, &["actor", "critic", "ref"], &overrides)
+}
+
+/// Trains the reward-model example for a few steps in folder `run`.
+pub fn train_reward_model(place: &Place) {
+    let mut first = trainer(&reward_model(place, &["reward.save_as=f32"])).expect("a trainer");
+    first.train().expect("a run that ends well");
+}
+
 /// 1 − Var(returns − values) / Var(returns) of pairs of a value and a return.
 fn explained_variance(pairs: &[(f32, f32)]) -> f64 {
     let variance = |of: &dyn Fn(&(f32, f32)) -> f64| {
@@ -180,12 +195,7 @@ fn a_reward_model_is_trained_saved_and_trained_against() {
         assert!(accuracy.is_none_or(|share| (6.0 * share).fract().abs() < 1e-9));
     }
 
-    let saved = place.path("run/model/reward");
-    let path = format!("reward.path={}", saved.display());
-    let elsewhere = format!("run.dir={}", place.path("against").display());
-    let overrides = [SMALL, &[path.as_str(), elsewhere.as_str()]].concat();
-    let file = "ppo_reward_model_addition.toml";
-    let against = example(&place, file, &["actor", "critic", "ref"], &overrides);
+    let against = ppo_with_reward_model(&place, &[]);
     let plan = against.plan().map_err(Findings).expect("a plan");
     assert!(plan.warnings().is_empty(), "{:?}", plan.warnings());
     let mut run = start(&against);

@@ -24,6 +24,7 @@ mod engine_names;
 mod error_pages;
 mod examples;
 mod false_alarms;
+mod groups;
 mod ilql;
 mod json_errors;
 mod kit;

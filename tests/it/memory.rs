@@ -13,7 +13,7 @@ use crate::pipelines::{files, read};
 fn memory(place: &Place, more: &[&str]) -> MemoryPlan {
     let plan = place.grpo("run", more).plan();
     plan.unwrap_or_else(|findings| panic!("{}", Findings(findings)))
-        .memory()
+        .memory_of(0)
 }
 
 #[test]
@@ -106,7 +106,7 @@ fn every_stage_that_works_with_a_model_says_what_it_does() {
             }
         }
         // Examples are small: their memory is known and far below that of any machine.
-        let memory = plan.memory();
+        let memory = plan.memory_of(0);
         assert!(memory.peak() > memory.permanent(), "{name}");
         assert!(
             !plan.warnings().iter().any(|found| found.code == "S014"),

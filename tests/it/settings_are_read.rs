@@ -57,10 +57,15 @@ fn settings(registry: &Registry) -> Vec<(String, Setting)> {
             collect(name, &types(rust), section, &definitions, &mut all);
         }
     }
-    // Settings at the top of the file, and those that every stage has besides its own.
+    // A named group is an entry of its section.
+    let group = &sections["groups"]["additionalProperties"];
+    let rust = group[NOTE]["rust"].as_str().expect("a Rust type");
+    collect("groups/*", &types(rust), group, &definitions, &mut all);
+    // Settings at the top of the file, and those that every stage and model has besides its own.
     let of = |owner: &str, name: &str| (BTreeSet::from([owner.to_owned()]), name.to_owned());
     all.push(("name".to_owned(), of("DataPipe", "name")));
-    for name in ["name", "rename", "debug"] {
+    all.push(("models/*.group".to_owned(), of("ModelDecl", "group")));
+    for name in COMMON {
         all.push((format!("stages/*.{name}"), of("StageDecl", name)));
     }
     all
@@ -79,6 +84,9 @@ fn types(path: &str) -> BTreeSet<String> {
     names.map(str::to_owned).collect()
 }
 
+/// Settings of every stage.
+const COMMON: [&str; 4] = ["name", "rename", "debug", "group"];
+
 fn collect(
     place: &str,
     owners: &BTreeSet<String>,
@@ -89,9 +97,12 @@ fn collect(
     let one_of = schema["oneOf"].as_array().into_iter().flatten();
     for schema in std::iter::once(schema).chain(one_of) {
         for (name, property) in schema["properties"].as_object().into_iter().flatten() {
-            // `kind` chooses the type; `name`, `rename` and `debug` belong to the entry of the file.
-            let common = place.starts_with("stages/")
-                && ["name", "rename", "debug"].contains(&name.as_str());
+            // `kind` chooses the type; the common settings belong to the entry of the file.
+            let common = match place.split_once('/') {
+                Some(("stages", _)) => COMMON.contains(&name.as_str()),
+                Some(("models", _)) => name == "group",
+                _ => false,
+            };
             let known = out
                 .iter()
                 .any(|(_, (by, setting))| by == owners && setting == name);
@@ -219,6 +230,9 @@ fn every_sort_of_setting_is_looked_at() {
         "batch.micro_batch",
         "data/jsonl.path",
         "devices.group",
+        "groups/*.devices",
+        "models/*.group",
+        "stages/*.group",
         "models/causal_lm.optimizer.learning_rate",
         "name",
         "parts/loss/grpo.clip_low",

@@ -28,6 +28,7 @@ pub fn sources(root: &Path) -> Vec<(String, String)> {
         "verl-algos/src",
         "verl-models/decoder/src",
         "verl-models/kernels/src",
+        "verl-models/reshard/src",
         "verl-models/rollout/src",
         "verl-models/src",
         "verl-models/text/src",

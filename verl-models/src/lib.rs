@@ -21,6 +21,7 @@ pub mod model;
 pub mod optim;
 mod packing;
 pub mod policy;
+pub mod reshard;
 mod rows;
 #[cfg(test)]
 mod toy;

@@ -1,6 +1,7 @@
 //! A module with its optimiser: the common part of policies and critics.
 
 mod stored;
+mod synced;
 
 use std::any::Any;
 use std::path::Path;
@@ -10,6 +11,7 @@ use burn::tensor::{Device, Tensor};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use verl_kernels::device::DeviceKind;
+use verl_reshard::Staging;
 
 use crate::model::{ModelError, ParameterGroup, StepReport};
 use crate::optim::{
@@ -25,6 +27,8 @@ pub(crate) struct Trained<M: Module> {
     /// Only absent while an optimiser step maps it.
     pub(crate) module: Option<M>,
     pub(crate) training: Option<Training>,
+    /// Weights that arrive; made when the first version is announced.
+    staging: Option<Staging>,
 }
 
 /// The training state of a module.
@@ -75,6 +79,19 @@ macro_rules! trained_model {
                 self.$($trained).+.recall(bytes).map(Some)
             }
 
+            fn weight_source(
+                &self,
+                version: verl_reshard::WeightsVersion,
+                bucket_bytes: usize,
+            ) -> Result<Option<Box<dyn verl_reshard::WeightSource>>, verl_reshard::SyncError> {
+                let source = self.$($trained).+.weight_source(version, bucket_bytes);
+                source.map(Some)
+            }
+
+            fn weight_sink(&mut self) -> Option<&mut dyn verl_reshard::WeightSink> {
+                Some(&mut self.$($trained).+)
+            }
+
             fn save(&self, dir: &std::path::Path) -> Result<(), $crate::model::ModelError> {
                 self.$($trained).+.exported().save(dir)
             }
@@ -122,6 +139,7 @@ impl<M: Module> Trained<M> {
         Ok(Trained {
             module: Some(module),
             training,
+            staging: None,
         })
     }
 

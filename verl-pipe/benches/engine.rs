@@ -85,6 +85,7 @@ fn chain(stages: usize, rows: usize, cardinality: Cardinality) -> Run {
             stated_reads: None,
             stated_writes: None,
             debug: false,
+            group: None,
             build: Arc::new(move |_| Ok(Box::new(link.clone()))),
         });
     }

@@ -151,6 +151,19 @@ macro_rules! trained_resource {
                 Ok(quick_snapshot(self.$model.as_ref()))
             }
 
+            fn weight_source(
+                &mut self,
+                version: WeightsVersion,
+                bucket_bytes: usize,
+            ) -> Result<Option<Box<dyn verl_models::reshard::WeightSource>>, ResourceError> {
+                let source = self.$model.weight_source(version, bucket_bytes);
+                source.map_err(|error| ResourceError::Failed(Box::new(error)))
+            }
+
+            fn weight_sink(&mut self) -> Option<&mut dyn verl_models::reshard::WeightSink> {
+                self.$model.weight_sink()
+            }
+
             fn restore(&mut self, snapshot: &Snapshot) -> Result<(), ResourceError> {
                 restore(self.$model.as_mut(), snapshot)
             }
@@ -620,5 +633,22 @@ impl ModelFactory for CausalLm {
             Box::new(policy),
             tools,
         )))
+    }
+
+    fn can_follow(&self) -> bool {
+        true
+    }
+
+    fn load_copy(
+        &self,
+        name: &str,
+        device: &str,
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        let frozen = CausalLm {
+            optimizer: None,
+            ..self.clone()
+        };
+        frozen.load(name, device, context)
     }
 }

@@ -3,6 +3,8 @@
 use std::any::Any;
 use std::path::Path;
 
+use verl_reshard::{SyncError, WeightSink, WeightSource, WeightsVersion};
+
 use super::{ModelError, StepReport};
 
 /// Weights with an optimiser, unless they are frozen; object-safe.
@@ -40,6 +42,26 @@ pub trait TrainedModel: Send {
     /// The bytes are not such a snapshot, or belong to another model.
     fn recall(&self, _bytes: &[u8]) -> Result<Option<Box<dyn Any + Send + Sync>>, ModelError> {
         Ok(None)
+    }
+
+    /// The weights of this moment, without optimiser state, in buckets of `bucket_bytes`, to be sent as `version`; `None` if
+    /// the model does not support this. The source does not change when the model is trained.
+    ///
+    /// # Errors
+    /// Weights of a type that cannot be sent; buckets smaller than a weight.
+    fn weight_source(
+        &self,
+        _version: WeightsVersion,
+        _bucket_bytes: usize,
+    ) -> Result<Option<Box<dyn WeightSource>>, SyncError> {
+        Ok(None)
+    }
+
+    /// This model as the receiver of weights of the same model; `None` if it does not support this. Between its calls the
+    /// model can be used with the weights that it has. It switches in `finish`: an optimiser then keeps its moments, and
+    /// drops accumulated gradients.
+    fn weight_sink(&mut self) -> Option<&mut dyn WeightSink> {
+        None
     }
 
     /// Writes weights and configuration to `dir`. For weights narrower than f32, the optimiser's f32 master weights are

@@ -176,6 +176,21 @@ impl AdamW {
             .collect()
     }
 
+    /// Sets the f32 weights of parameters that have them to new weights.
+    pub(crate) fn replace_masters(
+        &mut self,
+        parameters: &TrainableParameters,
+        weights: &HashMap<ParamId, Tensor<1>>,
+    ) {
+        for (id, position) in parameters.ids() {
+            let state = self.states.get_mut(position).and_then(Option::as_mut);
+            let master = state.and_then(|state| state.master.as_mut());
+            if let (Some(master), Some(weight)) = (master, weights.get(&id)) {
+                *master = weight.clone().cast(DType::F32);
+            }
+        }
+    }
+
     /// Clips the gradients to the largest norm and updates the weights.
     ///
     /// `gradients` are by position in `parameters`; a missing or `None` entry means that a parameter has no gradient.

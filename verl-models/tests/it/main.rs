@@ -1,3 +1,5 @@
-//! Compares models with `transformers`.
+//! Compares models with `transformers`; carries weights between layouts and between models.
 
 mod parity;
+mod resharded;
+mod synced;

@@ -78,6 +78,7 @@ impl IntoStage for CustomStage {
             stated_reads: None,
             stated_writes: None,
             debug: false,
+            group: None,
             build: self.0,
         }
     }

@@ -17,7 +17,7 @@ use verl_words::stage::{
 
 use crate::chain::Chain;
 pub use crate::chain::{IntoStage, stage_fn, stage_with};
-use crate::sizes::{BatchConfig, DevicesConfig};
+use crate::sizes::{BatchConfig, DevicesConfig, GroupConfig};
 pub use verl_words::stage::ModelFactory;
 
 /// Settings of a run (`[run]`).
@@ -92,6 +92,8 @@ pub struct StageDecl {
     pub stated_writes: Option<Vec<String>>,
     /// Whether it is recorded in full at every step.
     pub debug: bool,
+    /// The device group on which it runs; by default that of its model.
+    pub group: Option<String>,
     /// Builds the stage.
     pub build: StageBuilder,
 }
@@ -115,6 +117,8 @@ pub struct ModelDecl {
     pub kind: String,
     /// Its configuration.
     pub config: serde_json::Value,
+    /// Its device group; by default that of `[devices]`.
+    pub group: Option<String>,
     /// Describes and loads it.
     pub factory: Arc<dyn ModelFactory>,
     /// Why its settings cannot be written as JSON; empty if they can.
@@ -149,6 +153,8 @@ pub struct DataPipe {
     pub batch: BatchConfig,
     /// Devices.
     pub devices: DevicesConfig,
+    /// Named device groups by declaration order; without any, the group of `devices` is the only one.
+    pub groups: Vec<(String, GroupConfig)>,
     /// What is recorded.
     pub trace: TraceConfig,
     /// Data sets by declaration order.
@@ -173,6 +179,7 @@ impl DataPipe {
             run: RunConfig::default(),
             batch: BatchConfig::default(),
             devices: DevicesConfig::default(),
+            groups: Vec::new(),
             trace: TraceConfig::default(),
             data: Vec::new(),
             models: Vec::new(),
@@ -207,6 +214,12 @@ impl DataPipe {
         self
     }
 
+    /// Declares a named device group.
+    pub fn group(mut self, name: impl Into<String>, config: GroupConfig) -> Self {
+        self.groups.push((name.into(), config));
+        self
+    }
+
     /// Sets what is recorded.
     pub fn trace(mut self, trace: TraceConfig) -> Self {
         self.trace = trace;
@@ -231,12 +244,31 @@ impl DataPipe {
         self
     }
 
+    /// Puts the model declared last into a device group.
+    ///
+    /// ```
+    /// # use verl_pipe::pipe::DataPipe;
+    /// # use verl_pipe::sizes::GroupConfig;
+    /// let cpu = || GroupConfig { devices: "cpu".to_owned() };
+    /// let pipe = DataPipe::new("two groups").group("train", cpu()).group("score", cpu());
+    /// assert_eq!(pipe.groups[1].0, "score");
+    /// assert_eq!(pipe.model_in("score").misplaced, ["model_in"]); // no model was declared before it
+    /// ```
+    pub fn model_in(mut self, group: impl Into<String>) -> Self {
+        match self.models.last_mut() {
+            Some(model) => model.group = Some(group.into()),
+            None => self.misplaced.push("model_in".to_owned()),
+        }
+        self
+    }
+
     /// Declares a custom model, given as the object that loads it.
     pub fn model_object(mut self, name: impl Into<String>, factory: Arc<dyn ModelFactory>) -> Self {
         self.models.push(ModelDecl {
             name: name.into(),
             kind: CUSTOM.to_owned(),
             config: serde_json::Value::Null,
+            group: None,
             factory,
             unwritable: Vec::new(),
         });
@@ -340,6 +372,12 @@ impl DataPipe {
         self.update_last("debug", |stage| stage.debug = true)
     }
 
+    /// Runs the stage added last on a device group other than that of its model.
+    pub fn stage_in(self, group: impl Into<String>) -> Self {
+        let group = group.into();
+        self.update_last("stage_in", |stage| stage.group = Some(group))
+    }
+
     /// Adds the stages of a [`Chain`], in order.
     pub fn chain(mut self, chain: impl Into<Chain>) -> Self {
         self.stages.extend(chain.into().into_stages());
@@ -369,6 +407,7 @@ impl StageDecl {
             stated_reads: None,
             stated_writes: None,
             debug: false,
+            group: None,
             build: Arc::new(move |context| {
                 config_json(C::KIND, &config)?;
                 config.build(context)
@@ -395,6 +434,7 @@ impl ModelDecl {
             name: name.into(),
             kind: C::KIND.to_owned(),
             config: json,
+            group: None,
             factory: Arc::new(config),
             unwritable,
         }

@@ -41,7 +41,8 @@ impl Default for BatchConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct DevicesConfig {
-    /// The device of training and rollout: `cpu`, or a GPU by its index (`cuda:0`).
+    /// The device of all models and stages: `cpu`, or a GPU by its index (`cuda:0`). In a file with `[groups]`: the name of
+    /// the group of models that name none.
     pub group: String,
     /// Devices that share one rollout engine (tensor parallel); only 1 so far.
     pub rollout_tensor_parallel: usize,
@@ -53,6 +54,24 @@ impl Default for DevicesConfig {
             group: "cpu".to_owned(),
             rollout_tensor_parallel: 1,
         }
+    }
+}
+
+/// A named device group (`[groups.NAME]`).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct GroupConfig {
+    /// Its device: `cpu`, or a GPU by its index (`cuda:0`).
+    pub devices: String,
+}
+
+impl GroupConfig {
+    /// The devices of the group, as [`DevicesConfig::list`] reads them.
+    ///
+    /// # Errors
+    /// If `devices` is not valid.
+    pub fn list(&self) -> Result<Vec<String>, GroupError> {
+        list(&self.devices)
     }
 }
 
@@ -69,41 +88,46 @@ impl DevicesConfig {
     /// # Errors
     /// If `group` is not a valid device group.
     pub fn list(&self) -> Result<Vec<String>, GroupError> {
-        let fail = |reason| GroupError {
-            group: self.group.clone(),
-            reason,
-        };
-        let (kind, range) = match self.group.trim().split_once(':') {
-            None => (self.group.trim(), None),
-            Some((kind, range)) => (kind, Some(range)),
-        };
-        let well_named = kind.chars().next().is_some_and(|c| c.is_ascii_lowercase())
-            && kind
-                .chars()
-                .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
-        if !well_named {
-            return Err(fail("it does not start with a device kind"));
-        }
-        let Some(range) = range else {
-            return Ok(vec![kind.to_owned()]);
-        };
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        if kind == "cpu" {
-            return Err(fail("the CPU is a single device and takes no index"));
-        }
-        let number = |text: &str| {
-            text.parse::<u16>()
-                .map_err(|_| fail("a device index is an integer from 0 to 65535"))
-        };
-        let (first, last) = (number(first)?, number(last)?);
-        if last < first {
-            return Err(fail("the range ends before it begins"));
-        }
-        if last - first >= MAX_DEVICES {
-            return Err(fail("too many devices (limit 1024)"));
-        }
-        Ok((first..=last).map(|i| format!("{kind}:{i}")).collect())
+        list(&self.group)
     }
+}
+
+/// The devices that `text` describes, in order.
+fn list(text: &str) -> Result<Vec<String>, GroupError> {
+    let fail = |reason| GroupError {
+        group: text.to_owned(),
+        reason,
+    };
+    let (kind, range) = match text.trim().split_once(':') {
+        None => (text.trim(), None),
+        Some((kind, range)) => (kind, Some(range)),
+    };
+    let well_named = kind.chars().next().is_some_and(|c| c.is_ascii_lowercase())
+        && kind
+            .chars()
+            .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
+    if !well_named {
+        return Err(fail("it does not start with a device kind"));
+    }
+    let Some(range) = range else {
+        return Ok(vec![kind.to_owned()]);
+    };
+    let (first, last) = range.split_once('-').unwrap_or((range, range));
+    if kind == "cpu" {
+        return Err(fail("the CPU is a single device and takes no index"));
+    }
+    let number = |text: &str| {
+        text.parse::<u16>()
+            .map_err(|_| fail("a device index is an integer from 0 to 65535"))
+    };
+    let (first, last) = (number(first)?, number(last)?);
+    if last < first {
+        return Err(fail("the range ends before it begins"));
+    }
+    if last - first >= MAX_DEVICES {
+        return Err(fail("too many devices (limit 1024)"));
+    }
+    Ok((first..=last).map(|i| format!("{kind}:{i}")).collect())
 }
 
 /// An invalid device group.

@@ -9,6 +9,7 @@ use verl_words::resource::ModelInfo;
 use verl_words::stage::{Access, BuildContext, Cadence, Cardinality, ConfigError, StageSpec};
 
 use crate::graph::Digraph;
+use crate::layout::{Groups, Layout, lay_out};
 use crate::look::{Checked, Look, check_with_rows};
 use crate::schedule::batching::{MINI_BATCH, Violation, estimate};
 use crate::tables::{self, Tables};
@@ -91,6 +92,10 @@ pub(crate) struct Draft<'a> {
     pub missing: Vec<Missing<'a>>,
     /// Edges from writers to readers.
     pub graph: Digraph,
+    /// Where models and stages are.
+    pub layout: Layout,
+    /// What has no place.
+    pub layout_findings: Vec<Diagnostic>,
 }
 
 impl Draft<'_> {
@@ -189,6 +194,7 @@ fn checked(
     let draft = draft(pipe, context, violations, stages, models);
 
     let mut findings = Vec::new();
+    findings.extend(draft.layout_findings.iter().cloned());
     for check in checks::SETTINGS {
         check(&draft, &mut findings);
     }
@@ -229,7 +235,8 @@ fn checked(
 /// A refilling filter decides how many prompts' samples an update sees, so the arithmetic is solved again, and the
 /// stages are built again with its result, once the stages are known.
 pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
-    let devices = checks::one_device::without_refused(&pipe.devices);
+    let devices = checks::one_device::without_refused(pipe);
+    let groups = Groups::of(pipe);
     let (batch, violations) = estimate(&pipe.batch, &devices, None);
     let mut context = BuildContext {
         batch,
@@ -237,13 +244,16 @@ pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
         steps: pipe.run.steps,
         models: pipe.models.iter().map(|model| model.name.clone()).collect(),
         data: pipe.data.iter().map(|data| data.name.clone()).collect(),
-        device: first_device(pipe),
+        device: groups.device(groups.default.unwrap_or_default()),
         base: pipe.base.clone(),
         model_infos: BTreeMap::new(),
         temperature: None,
         optimizer_steps: BTreeMap::new(),
     };
-    let describe = |model: &ModelDecl| model.describe(&context);
+    let describe = |model: &ModelDecl| {
+        let home = groups.home(model.group.as_deref());
+        model.describe(&on_device(&context, groups.device(home)))
+    };
     let models: Vec<_> = pipe.models.iter().map(describe).collect();
     let described = pipe.models.iter().zip(&models);
     context.model_infos = described
@@ -280,10 +290,12 @@ pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
     prepared
 }
 
-/// The first device of the group; empty if `group` is not a valid device group, which a finding reports.
-fn first_device(pipe: &DataPipe) -> String {
-    let devices = pipe.devices.list().unwrap_or_default();
-    devices.into_iter().next().unwrap_or_default()
+/// The same context on another device.
+fn on_device(context: &BuildContext, device: String) -> BuildContext {
+    BuildContext {
+        device,
+        ..context.clone()
+    }
 }
 
 fn built<'a>(pipe: &'a DataPipe, context: &BuildContext) -> Vec<DraftStage<'a>> {
@@ -363,8 +375,12 @@ fn draft<'a>(
         }
         links.push(own);
     }
+    let mut layout_findings = Vec::new();
+    let layout = lay_out(pipe, stages, &mut layout_findings);
     Draft {
         pipe,
+        layout,
+        layout_findings,
         context,
         violations,
         stages,
@@ -452,6 +468,7 @@ fn assemble(
         stages: Vec::with_capacity(order.len()),
         tables: tables.list.clone(),
         models: Vec::new(),
+        groups: draft.layout.groups.clone(),
         fields: BTreeMap::new(),
         warnings,
         opened: BTreeMap::new(),
@@ -477,6 +494,7 @@ fn assemble(
             table_in: tables.input[index],
             table_out: tables.output[index],
             slice_rows: slice_rows(spec, tables.input[index], tables, draft.context),
+            group: draft.layout.stages[index],
             build: temperatures::builder(stage),
         });
     }
@@ -529,12 +547,24 @@ fn slice_rows(
 }
 
 fn planned_models(draft: &Draft<'_>, stages: &[PlannedStage]) -> Vec<PlannedModel> {
-    let declared = draft.pipe.models.iter().zip(draft.models);
+    let declared = draft.pipe.models.iter().zip(draft.models).enumerate();
+    let layout = &draft.layout;
+    let described = |decl: &ModelDecl, group: usize| {
+        let device = layout.groups[group].devices.first().cloned();
+        decl.describe(&on_device(draft.context, device.unwrap_or_default()))
+    };
     let mut models: Vec<PlannedModel> = declared
-        .map(|(decl, info)| PlannedModel {
+        .map(|(index, (decl, info))| PlannedModel {
             name: decl.name.clone(),
             kind: decl.kind.clone(),
             info: info.clone().unwrap_or_default(),
+            home: layout.homes[index],
+            copies: layout
+                .copies
+                .iter()
+                .filter(|(_, model)| *model == index)
+                .map(|(group, _)| (*group, described(decl, *group).unwrap_or_default()))
+                .collect(),
             readers: Vec::new(),
             updaters: Vec::new(),
             training: None,

@@ -46,6 +46,7 @@ impl Plan {
                 "step"
             ),
         )?;
+        self.write_groups(f)?;
         writeln!(f, "\nstages, in the order of execution")?;
         for (index, stage) in self.stages.iter().enumerate() {
             self.write_stage(f, index, stage)?;
@@ -66,6 +67,43 @@ pub(crate) fn count(n: usize, what: &str) -> String {
 }
 
 impl Plan {
+    /// The named device groups and what is in each; nothing without named groups.
+    fn write_groups(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, group) in self
+            .groups
+            .iter()
+            .enumerate()
+            .filter(|(_, group)| group.is_named)
+        {
+            if index == 0 {
+                writeln!(f, "\ndevice groups, which work at the same time")?;
+            }
+            let models = self.models.iter().filter_map(|model| {
+                let is_copy = model.copies.iter().any(|(at, _)| *at == index);
+                match (model.home == index, is_copy) {
+                    (true, _) => Some(model.name.clone()),
+                    (false, true) => Some(format!("copy of {}", model.name)),
+                    (false, false) => None,
+                }
+            });
+            let models: Vec<String> = models.collect();
+            let stages = self
+                .stages
+                .iter()
+                .filter(|stage| stage.group == Some(index));
+            let stages: Vec<&str> = stages.map(|stage| stage.name.as_str()).collect();
+            writeln!(f, "  {:<12}{}", group.name, group.devices_text())?;
+            for (what, list) in [("models", models.join(", ")), ("stages", stages.join(", "))] {
+                if list.is_empty() {
+                    writeln!(f, "              no {what}")?;
+                } else {
+                    writeln!(f, "              {what}: {list}")?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn write_stage(
         &self,
         f: &mut fmt::Formatter<'_>,
@@ -339,7 +377,10 @@ impl Plan {
         if self.models.is_empty() {
             return Ok(());
         }
-        write!(f, "\n{}", self.memory())
+        for memory in self.memory() {
+            write!(f, "\n{memory}")?;
+        }
+        Ok(())
     }
 
     /// The graph in Graphviz' language: stages, keys on edges, order of weights dashed.

@@ -33,6 +33,7 @@ pub(crate) mod build;
 pub(crate) mod checks;
 pub mod display;
 pub mod graph;
+pub(crate) mod layout;
 pub mod look;
 pub mod memory;
 pub(crate) mod optimizer_steps;
@@ -46,6 +47,7 @@ use std::sync::Arc;
 
 pub use build::{Plannable, plan_to_inspect};
 
+use crate::schedule::groups::DeviceGroup;
 use verl_declare::pipe::{DataPipe, StageBuilder};
 use verl_words::data::DataLoaderInterface;
 use verl_words::diagnostic::Diagnostic;
@@ -101,6 +103,7 @@ pub struct PlannedStage {
     table_in: Option<usize>,
     table_out: Option<usize>,
     slice_rows: usize,
+    group: Option<usize>,
     build: StageBuilder,
 }
 
@@ -155,6 +158,11 @@ impl PlannedStage {
         self.slice_rows
     }
 
+    /// The device group in which it runs (index into [`Plan::groups`]); `None` for the host pool.
+    pub fn group(&self) -> Option<usize> {
+        self.group
+    }
+
     /// Makes the stage.
     ///
     /// # Errors
@@ -173,6 +181,10 @@ pub struct PlannedModel {
     pub kind: String,
     /// What is known without loading weights.
     pub info: ModelInfo,
+    /// Its device group (index into [`Plan::groups`]): the only one in which it is updated.
+    pub home: usize,
+    /// Other groups that have a copy of its weights, with what is known about it there.
+    pub copies: Vec<(usize, ModelInfo)>,
     /// Stages that read it.
     pub readers: Vec<usize>,
     /// Stages that update it.
@@ -191,6 +203,7 @@ pub struct Plan {
     stages: Vec<PlannedStage>,
     tables: Vec<Table>,
     models: Vec<PlannedModel>,
+    groups: Vec<DeviceGroup>,
     fields: BTreeMap<String, Field>,
     warnings: Vec<Diagnostic>,
     opened: BTreeMap<String, Arc<dyn DataLoaderInterface>>,
@@ -233,6 +246,11 @@ impl Plan {
     /// Models.
     pub fn models(&self) -> &[PlannedModel] {
         &self.models
+    }
+
+    /// Device groups, by declaration; one worker each.
+    pub fn groups(&self) -> &[DeviceGroup] {
+        &self.groups
     }
 
     /// Fields by the pipeline's names of keys, as written.

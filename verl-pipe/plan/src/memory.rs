@@ -174,36 +174,63 @@ impl WorkMemory {
 }
 
 impl Plan {
-    /// Memory that each device of the group needs, by the estimate that the [module](self) describes.
-    pub fn memory(&self) -> MemoryPlan {
-        self.memory_in(None)
+    /// Memory that each device of each group needs, by the estimate that the [module](self) describes.
+    pub fn memory(&self) -> Vec<MemoryPlan> {
+        let groups = 0..self.groups.len();
+        groups.map(|group| self.memory_of(group)).collect()
+    }
+
+    /// Memory that each device of group `group` needs.
+    pub fn memory_of(&self, group: usize) -> MemoryPlan {
+        self.memory_in(group, None)
     }
 
     /// The same on a device with `room` bytes, where a rollout may have room for fewer rows.
-    fn memory_in(&self, room: Option<u64>) -> MemoryPlan {
+    fn memory_in(&self, group: usize, room: Option<u64>) -> MemoryPlan {
         let lengths = Lengths::of(self);
         let mut work = Vec::new();
-        for stage in &self.stages {
+        for stage in self
+            .stages
+            .iter()
+            .filter(|stage| stage.group == Some(group))
+        {
             for asked in &stage.spec.work {
-                let model = self.models.iter().find(|model| model.name == asked.model);
-                work.extend(model.map(|model| lengths.work(stage, asked, &model.info, room)));
+                let mut models = self.models.iter();
+                let model = models.find(|model| model.name == asked.model);
+                let info = model.and_then(|model| model.info_in(group));
+                work.extend(info.map(|info| lengths.work(stage, asked, info, room)));
             }
         }
+        let models = self.models.iter();
         MemoryPlan {
-            group: self.pipe.devices.group.trim().to_owned(),
-            models: self.models.iter().map(model_memory).collect(),
+            group: self.groups[group].name.clone(),
+            models: models
+                .filter_map(|model| model_memory(model, group))
+                .collect(),
             work,
         }
     }
 }
 
-fn model_memory(model: &PlannedModel) -> ModelMemory {
-    let info = &model.info;
-    let trained = |bytes: u64| match model.updaters.is_empty() {
+impl PlannedModel {
+    /// What is known about it in group `group`; `None` if it is not loaded there.
+    fn info_in(&self, group: usize) -> Option<&ModelInfo> {
+        let copy = || self.copies.iter().find(|(at, _)| *at == group);
+        match self.home == group {
+            true => Some(&self.info),
+            false => copy().map(|(_, info)| info),
+        }
+    }
+}
+
+fn model_memory(model: &PlannedModel, group: usize) -> Option<ModelMemory> {
+    let info = model.info_in(group)?;
+    let is_trained = model.home == group && !model.updaters.is_empty();
+    let trained = |bytes: u64| match !is_trained {
         true => 0,
         false => bytes,
     };
-    ModelMemory {
+    Some(ModelMemory {
         model: model.name.clone(),
         parameters: info.num_parameters,
         weights: info.weight_bytes,
@@ -211,7 +238,7 @@ fn model_memory(model: &PlannedModel) -> ModelMemory {
         gradients: trained(info.gradient_bytes),
         summary: info.summary.clone(),
         smaller_setting: info.smaller,
-    }
+    })
 }
 
 /// Maximum lengths of keys, by the pipeline's names: tokens, and the setting that limits them.
@@ -316,15 +343,21 @@ fn work_bytes(
 }
 
 /// Reports a run that does not fit into the memory of its devices, where their size is known.
-pub(crate) fn check(plan: &Plan) -> Option<Diagnostic> {
-    let devices = plan.pipe.devices.list().unwrap_or_default();
-    let known = devices.iter().filter_map(|device| {
+pub(crate) fn check(plan: &Plan) -> Vec<Diagnostic> {
+    let groups = 0..plan.groups.len();
+    groups
+        .filter_map(|group| check_group(plan, group))
+        .collect()
+}
+
+fn check_group(plan: &Plan, group: usize) -> Option<Diagnostic> {
+    let known = plan.groups[group].devices.iter().filter_map(|device| {
         let mut models = plan.pipe.models.iter();
         let room = models.find_map(|model| model.factory.devices().memory(device))?;
         Some((room, device))
     });
     let (room, device) = known.min()?;
-    let memory = plan.memory_in(Some(room));
+    let memory = plan.memory_in(group, Some(room));
     let most = memory.peak();
     if most as f64 * CERTAIN_SHARE <= room as f64 {
         return None;
@@ -332,7 +365,7 @@ pub(crate) fn check(plan: &Plan) -> Option<Diagnostic> {
     let work = memory.largest();
     Some(
         Diagnostic::blocking("S014", format!("the run does not fit on `{device}`"))
-            .at("[devices] group")
+            .at(plan.groups[group].setting())
             .because(format!(
                 "it needs up to {}, but the device has {}: {}",
                 bytes(most),

@@ -63,7 +63,7 @@ pub(super) fn out_of_memory(
     let plan = schedule.plan();
     let mut models = plan.pipe().models.iter();
     let shortage = models.find_map(|model| model.factory.devices().shortage(message))?;
-    let memory = plan.memory();
+    let memory = plan.memory_of(group);
     let stage = stage.map(|index| plan.stages()[index].name());
     let own = memory
         .work

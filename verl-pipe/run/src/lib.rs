@@ -39,4 +39,5 @@ mod table;
 pub mod tap;
 pub mod watch;
 mod waves;
+mod weight_sync;
 pub mod worker;

@@ -124,6 +124,8 @@ impl Run {
         let rows = describe_rows(&input);
         match self.schedule.places()[stage] {
             Place::Group(group) => {
+                self.sync_copies_of(stage)?;
+                self.note_changed_weights(stage);
                 self.workers[group].call(DeviceCall {
                     call,
                     stage,

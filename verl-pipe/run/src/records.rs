@@ -293,6 +293,20 @@ pub const STEP_S: Metric = metric(
     "time of the step, from its first call to its last",
     Reduce::Last,
 );
+/// Seconds in which weights travelled to other device groups.
+pub const SYNC_S: Metric = metric(
+    "perf/weight_sync_s",
+    "seconds",
+    "time in which weights travelled to copies in other device groups; only in runs with such copies",
+    Reduce::Last,
+);
+/// Weights that travelled to other device groups.
+pub const SYNC_MB: Metric = metric(
+    "perf/weight_sync_mb",
+    "MB",
+    "weights that travelled to copies in other device groups; only in runs with such copies",
+    Reduce::Last,
+);
 /// Rate of a step.
 pub const TOKENS_PER_S: Metric = metric(
     "perf/tokens_per_s",
@@ -368,7 +382,7 @@ pub const GROUPS_SURPLUS: Metric = metric(
 );
 
 /// Every metric that the engine itself records.
-pub const ENGINE_METRICS: [Metric; 12] = [
+pub const ENGINE_METRICS: [Metric; 14] = [
     GROUPS_KEPT,
     GROUPS_SURPLUS,
     MEMORY_MB,
@@ -379,6 +393,8 @@ pub const ENGINE_METRICS: [Metric; 12] = [
     ROW_S_P50,
     STAGE_S,
     STEP_S,
+    SYNC_MB,
+    SYNC_S,
     TOKENS_PER_S,
     WAVES,
 ];

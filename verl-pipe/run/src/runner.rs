@@ -19,7 +19,7 @@ use crate::metrics::{StepMetrics, TOKENS, memory_mb, now, number, reduce};
 use crate::notice::WaitThresholds;
 use crate::records::{
     GROUPS_KEPT, GROUPS_SURPLUS, MEMORY_MB, NO_SAMPLES, ROW_ERRORS, ROW_S_MAX, ROW_S_P50,
-    RowErrorLine, STAGE_S, STEP_S, TOKENS_PER_S, WAVES, of_stage,
+    RowErrorLine, STAGE_S, STEP_S, SYNC_MB, SYNC_S, TOKENS_PER_S, WAVES, of_stage,
 };
 use crate::row_errors::StepRows;
 use crate::samples::SampledRows;
@@ -31,6 +31,7 @@ pub use crate::state::{RunSnapshot, RunState};
 use crate::step::{CallId, StepState};
 use crate::tap::TapPoint;
 use crate::watch::Watch;
+use crate::weight_sync::Copies;
 use crate::worker::{DeviceCall, Worker};
 
 /// A running pipeline: models loaded, data opened, stages started.
@@ -50,6 +51,8 @@ pub struct Run {
     /// Reports all other waits.
     pub(super) watch: Watch,
     pub(super) in_order: Vec<bool>,
+    /// Copies of models in other groups.
+    pub(super) copies: Copies,
     pub(super) sampled: SampledRows,
     /// Roles of the metrics that steps record.
     pub(super) roles: MetricRoles,
@@ -338,6 +341,7 @@ impl Run {
         group: usize,
         id: CallId,
     ) -> Result<(), RunError> {
+        self.sync_copies_of(id.0)?;
         let input = self.begin(progress, id)?;
         self.note_update(progress, id.0)?;
         let call = self.new_call();
@@ -407,6 +411,7 @@ impl Run {
                 if let Place::Group(group) = self.schedule.places()[flight.id.0] {
                     progress.busy[group] = false;
                 }
+                self.note_changed_weights(flight.id.0);
                 self.pool.set_model_works(progress.any_busy());
                 progress
                     .reports
@@ -429,7 +434,12 @@ impl Run {
         }
     }
 
-    pub(super) fn count(&self, mut progress: Progress, step: u64, start: Instant) -> StepOutput {
+    pub(super) fn count(
+        &mut self,
+        mut progress: Progress,
+        step: u64,
+        start: Instant,
+    ) -> StepOutput {
         progress.reports.sort_by_key(|(place, _)| *place);
         let epoch = progress.state.first_row().map_or(0, |id| id.epoch());
         let records = progress
@@ -467,6 +477,11 @@ impl Run {
             ] {
                 values.insert(of_stage(what, name), count as f64);
             }
+        }
+        if self.copies.exist() {
+            let cost = std::mem::take(&mut self.copies.cost);
+            values.insert(SYNC_S.name.to_owned(), cost.seconds);
+            values.insert(SYNC_MB.name.to_owned(), cost.bytes as f64 / 1e6);
         }
         let step_s = start.elapsed().as_secs_f64();
         values.insert(STEP_S.name.to_owned(), step_s);

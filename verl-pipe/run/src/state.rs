@@ -110,6 +110,7 @@ impl Run {
         let query = |group: usize| Query::Restore {
             id: snapshot.workers.get(group).map_or(0, |kept| kept.id),
         };
+        self.copies.all_changed();
         self.ask_workers(query)?;
         let names = self.stage_names();
         for (index, host) in &mut self.hosts {
@@ -193,6 +194,7 @@ impl Run {
     /// # Errors
     /// If a model or stage rejects its state.
     pub fn recall(&mut self, state: &RunState) -> Result<(), RunError> {
+        self.copies.all_changed();
         self.ask_workers(|_| Query::Recall {
             models: state.models.clone(),
             stages: state.stages.clone(),

@@ -12,6 +12,7 @@ use clap::Args;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_declare::registry::Registry;
+use verl_plan::schedule::groups::DeviceGroup;
 use verl_plan::{Plan, Plannable};
 use verl_run::error::RunError;
 use verl_run::records::StartFile;
@@ -85,15 +86,17 @@ pub fn warmup(
 }
 
 fn warm(plan: Plan, began: Instant, kernels: Arc<dyn Kernels>) -> Result<Warmup, Failure> {
-    let group = plan.pipe().devices.group.clone();
+    let groups = plan.groups();
+    let group: Vec<String> = groups.iter().map(DeviceGroup::devices_text).collect();
+    let group = group.join(", ");
     let mut done = Warmup {
         pipeline: plan.pipe().name.clone(),
         devices: group.clone(),
         nothing: None,
         start: None,
     };
-    let devices = plan.pipe().devices.list().unwrap_or_default();
-    if !devices.iter().any(|device| kernels.used_on(device)) {
+    let mut devices = groups.iter().flat_map(|group| &group.devices);
+    if !devices.any(|device| kernels.used_on(device)) {
         done.nothing = Some(format!("this build compiles nothing for `{group}`"));
         return Ok(done);
     }

@@ -27,7 +27,7 @@ use serde_json::{Map, Value, json};
 use verl_declare::part::AnyPart;
 use verl_declare::pipe::RunConfig;
 use verl_declare::registry::{FILE, Kind, Kinds, Registry};
-use verl_declare::sizes::{BatchConfig, DevicesConfig};
+use verl_declare::sizes::{BatchConfig, DevicesConfig, GroupConfig};
 use verl_rules::config::TraceConfig;
 
 /// The dialect of every schema in this module.
@@ -50,14 +50,23 @@ pub fn pipeline_schema(registry: &Registry) -> Value {
     let run = section::<RunConfig>(&mut generator);
     let batch = section::<BatchConfig>(&mut generator);
     let devices = section::<DevicesConfig>(&mut generator);
+    let group = section::<GroupConfig>(&mut generator);
     let mut trace = section::<TraceConfig>(&mut generator);
     if let Some(Value::Array(names)) = trace.pointer_mut("/properties/rules/propertyNames/enum") {
         names.extend(registry.rules().iter().map(|rule| json!(rule.name)));
     }
     let default_model = registry.default_model();
     let models = registry.models().iter();
+    let of_models = model_settings();
     let models: Vec<Value> = models
-        .map(|kind| entry(kind, &mut generator, Some(kind.name) != default_model, &[]))
+        .map(|kind| {
+            entry(
+                kind,
+                &mut generator,
+                Some(kind.name) != default_model,
+                &of_models,
+            )
+        })
         .collect();
     let data = registry.data_kinds().iter();
     let data: Vec<Value> = data
@@ -89,6 +98,11 @@ pub fn pipeline_schema(registry: &Registry) -> Value {
             "run": run,
             "batch": batch,
             "devices": devices,
+            "groups": {
+                "type": "object",
+                "description": "Device groups by name. Groups work at the same time.",
+                "additionalProperties": group
+            },
             "trace": trace,
             "data": {
                 "type": "object",
@@ -183,7 +197,7 @@ fn without_null(schema: &mut Value) {
 }
 
 /// Keys that every stage of a pipeline file may have.
-fn common_settings() -> [(&'static str, Value); 3] {
+fn common_settings() -> [(&'static str, Value); 4] {
     [
         (
             "name",
@@ -206,7 +220,25 @@ fn common_settings() -> [(&'static str, Value); 3] {
                 "description": "Records the stage in full at every step; see `docs/trace.md`."
             }),
         ),
+        (
+            "group",
+            json!({
+                "type": "string",
+                "description": "The device group on which the stage runs, one of `[groups]`; by default that of its model."
+            }),
+        ),
     ]
+}
+
+/// Keys that every model of a pipeline file may have.
+fn model_settings() -> [(&'static str, Value); 1] {
+    [(
+        "group",
+        json!({
+            "type": "string",
+            "description": "Its device group, one of `[groups]`; by default the one that `[devices]` names."
+        }),
+    )]
 }
 
 /// Adds the kinds of each slot to the definitions that [`Part`](verl_declare::part::Part) refers to.

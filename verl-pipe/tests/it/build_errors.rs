@@ -19,6 +19,7 @@ use verl_pipe::plan::Plannable;
 use verl_pipe::registry::Registry;
 use verl_pipe::schedule::batching::DevicesConfig;
 use verl_pipe::schedule::groups::DeviceGroup;
+use verl_pipe::sizes::GroupConfig;
 use verl_pipe::stage::*;
 
 fn pages() -> PathBuf {
@@ -360,6 +361,40 @@ fn several_devices() {
         (found.len(), found[0].location.as_str()),
         (1, "[devices] rollout_tensor_parallel")
     );
+}
+
+#[test]
+fn models_and_stages_without_a_place() {
+    let cpu = || GroupConfig {
+        devices: "cpu".to_owned(),
+    };
+    let groups = |pipe: DataPipe| pipe.group("train", cpu()).group("score", cpu());
+    // No default group, an unknown group, and a stage that needs none.
+    let mut pipe = groups(grpo());
+    pipe.models[1].group = Some("scores".to_owned());
+    let stage = |pipe: &DataPipe, kind: &str| {
+        let mut stages = pipe.stages.iter();
+        stages
+            .position(|stage| stage.kind == kind)
+            .expect("a stage")
+    };
+    let reward = stage(&pipe, "reward");
+    pipe.stages[reward].group = Some("train".to_owned());
+    insta::assert_snapshot!("S016", printed(&findings(&pipe)));
+    // An update in a group that the model is not in, devices that are not valid, and several of them.
+    let mut pipe = groups(grpo());
+    pipe.devices.group = "train".to_owned();
+    let update = stage(&pipe, "update");
+    pipe.stages[update].group = Some("score".to_owned());
+    pipe.groups[0].1.devices = "cuda:0-3".to_owned();
+    pipe.groups[1].1.devices = "cuda:".to_owned();
+    insta::assert_snapshot!("S017", printed(&findings(&pipe)));
+    // A copy of a model of a kind whose copies do not follow.
+    let mut pipe = groups(grpo());
+    pipe.devices.group = "train".to_owned();
+    let generate = stage(&pipe, "generate");
+    pipe.stages[generate].group = Some("score".to_owned());
+    insta::assert_snapshot!("S017_copy", printed(&findings(&pipe)));
 }
 
 /// A station's letter and three digits.

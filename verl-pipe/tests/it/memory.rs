@@ -11,7 +11,7 @@ use verl_pipe::stage::*;
 const PARAMETERS: u64 = 494_032_768;
 
 fn memory() -> MemoryPlan {
-    grpo().plan().expect("a plan").memory()
+    grpo().plan().expect("a plan").memory_of(0)
 }
 
 fn work<'a>(memory: &'a MemoryPlan, stage: &str) -> &'a WorkMemory {
@@ -86,7 +86,7 @@ fn lengths_follow_keys_and_unbounded_keys_are_reported() {
         .add_stage("again", stage_fn(trains, emit))
         .reading("responses", "targets");
     let plan = pipe.plan().expect("a plan");
-    let memory = plan.memory();
+    let memory = plan.memory_of(0);
     let again = work(&memory, "again");
     assert_eq!((again.tokens, again.rows), (16 + 4, 3));
     assert!(again.unbounded.is_empty());
@@ -105,6 +105,6 @@ fn rows_are_no_longer_than_the_context() {
         .iter()
         .position(|stage| stage.name == "generate");
     pipe.stages[position.expect("generate")] = generate.stages[1].clone();
-    let memory = pipe.plan().expect("a plan").memory();
+    let memory = pipe.plan().expect("a plan").memory_of(0);
     assert_eq!(work(&memory, "update").tokens, 4096);
 }

@@ -15,21 +15,9 @@ use serde_json::Value;
 
 use crate::stage::ConfigError;
 
-/// Which weights: the number of optimiser steps taken and a hash of their content.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
-pub struct WeightsVersion {
-    /// Optimiser steps taken since the model was loaded.
-    pub step: u64,
-    /// Hash of the weights' bytes, in hexadecimal; empty where it was not computed.
-    pub hash: String,
-}
+use verl_reshard::{WeightSink, WeightSource};
 
-impl fmt::Display for WeightsVersion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let short = self.hash.get(..12).unwrap_or(&self.hash);
-        write!(f, "{}@{short}", self.step)
-    }
-}
+pub use verl_reshard::WeightsVersion;
 
 /// State of a resource or a stage at one moment; what follows after restoring it is bit-equal.
 #[derive(Clone)]
@@ -60,7 +48,7 @@ pub struct StoredState {
 #[non_exhaustive]
 pub enum ResourceError {
     /// A snapshot that another type made.
-    #[error("the snapshot was not made by this kind of model")]
+    #[error("the snapshot was made by another run or another kind of model")]
     ForeignSnapshot,
     /// A kind of model whose state cannot be stored on disk.
     #[error(
@@ -110,6 +98,23 @@ pub trait ModelResource: Any + Send {
     /// When the state cannot be read back.
     fn quick_snapshot(&mut self) -> Result<Snapshot, ResourceError> {
         self.snapshot()
+    }
+    /// The weights of this moment, without optimiser state, in buckets of `bucket_bytes`, for a copy of the model in another
+    /// device group; `version` labels them. `None` if the kind does not support copies that follow a trained model.
+    ///
+    /// # Errors
+    /// When the weights cannot be read.
+    fn weight_source(
+        &mut self,
+        _version: WeightsVersion,
+        _bucket_bytes: usize,
+    ) -> Result<Option<Box<dyn WeightSource>>, ResourceError> {
+        Ok(None)
+    }
+    /// This copy as the receiver of such weights; `None` if the kind does not support that. It switches when all have
+    /// arrived.
+    fn weight_sink(&mut self) -> Option<&mut dyn WeightSink> {
+        None
     }
     /// Restores a snapshot of this model.
     ///

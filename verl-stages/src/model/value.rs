@@ -267,6 +267,23 @@ impl ModelFactory for ValueLm {
         let critic = Critic::new(decoder, optimizer).map_err(failed)?;
         Ok(Box::new(ValueResource::with_texts(Box::new(critic), tools)))
     }
+
+    fn can_follow(&self) -> bool {
+        true
+    }
+
+    fn load_copy(
+        &self,
+        name: &str,
+        device: &str,
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        let frozen = ValueLm {
+            optimizer: None,
+            ..self.clone()
+        };
+        frozen.load(name, device, context)
+    }
 }
 
 /// A value model and rows for tests of the stages that use one.

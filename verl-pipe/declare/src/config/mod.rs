@@ -5,16 +5,18 @@
 //! [run]                      # RunConfig
 //! [batch]                    # BatchConfig
 //! [devices]                  # DevicesConfig
+//! [groups.score]             # GroupConfig: a named device group
 //! [trace]                    # TraceConfig
 //! [data]
 //! train = "train.jsonl"      # a path, or a table with `kind` and the kind's settings
-//! [models.actor]             # `kind` (by default the first one registered) and the kind's settings
+//! [models.actor]             # `kind` (by default the first one registered), `group` and the kind's settings
 //! path = "models/actor"
 //! [[stages]]
 //! kind = "generate"          # and the kind's settings
 //! name = "rollout"           # by default the kind
 //! rename = { responses = "answers" }
 //! debug = true               # records it in full at every step
+//! group = "score"            # its device group; by default that of its model
 //! ```
 //!
 //! Relative paths of data and models are resolved against the file's folder, `run.dir` against the working directory.
@@ -48,8 +50,8 @@ pub(crate) use self::synonyms::Synonyms;
 pub use self::write::to_toml;
 
 /// Sections of a pipeline file.
-pub(crate) const SECTIONS: [&str; 8] = [
-    "name", "run", "batch", "devices", "trace", "data", "models", "stages",
+pub(crate) const SECTIONS: [&str; 9] = [
+    "name", "run", "batch", "devices", "groups", "trace", "data", "models", "stages",
 ];
 
 /// Errors of a pipeline file, and what could be read of it.

@@ -13,6 +13,7 @@ use super::faults::owned;
 use super::source::Source;
 use crate::pipe::{DataDecl, DataPipe, ModelDecl, StageDecl};
 use crate::registry::Registry;
+use crate::sizes::GroupConfig;
 
 /// Reads a document section by section and collects its errors.
 pub(super) struct Reader<'a> {
@@ -61,6 +62,7 @@ impl Reader<'_> {
         pipe.run = self.section("run", document.remove("run"));
         pipe.batch = self.section("batch", document.remove("batch"));
         pipe.devices = self.section("devices", document.remove("devices"));
+        pipe.groups = self.entries("groups", document.remove("groups"), Self::group);
         pipe.trace = self.section("trace", document.remove("trace"));
         pipe.data = self.entries("data", document.remove("data"), Self::data);
         pipe.models = self.entries("models", document.remove("models"), Self::model);
@@ -110,6 +112,12 @@ impl Reader<'_> {
         }
     }
 
+    fn group(&mut self, name: &str, value: Value) -> Option<(String, GroupConfig)> {
+        let Decoded { value, faults } = decode::<GroupConfig>(value);
+        self.faults(&["groups", name], &format!("[groups.{name}]"), faults);
+        Some((name.to_owned(), value?))
+    }
+
     fn data(&mut self, name: &str, value: Value) -> Option<DataDecl> {
         let place = format!("[data] `{name}`");
         let mut table = self.table(&["data", name], &place, value)?;
@@ -155,14 +163,19 @@ impl Reader<'_> {
             (None, Some(kind)) => kind.to_owned(),
             (None, None) => String::new(),
         };
+        let group = match table.shift_remove("group") {
+            Some(group) => Some(self.text(&["models", name, "group"], &place, group)?),
+            None => None,
+        };
         let Some(entry) = self.registry.models().get(&kind) else {
             let help = self.registry.models().suggest(&kind);
             self.unknown_kind(&["models", name], &place, "model", kind, help);
             return None;
         };
         let Decoded { value, faults } = (entry.declare)(name, Value::Object(table));
+        let faults = with_known(faults, &["kind", "group"]);
         self.faults(&["models", name], &place, faults);
-        value
+        value.map(|model| ModelDecl { group, ..model })
     }
 
     fn stages(&mut self, value: Option<Value>) -> Vec<StageDecl> {
@@ -240,25 +253,36 @@ impl Reader<'_> {
                 false
             }
         };
+        let group = match table.shift_remove("group") {
+            Some(group) => Some(self.text(&["stages", &index, "group"], &place, group)?),
+            None => None,
+        };
         let Some(entry) = self.registry.stages().get(&kind) else {
             let help = self.registry.stages().suggest(&kind);
             self.unknown_kind(&here, &place, "stage", kind, help);
             return None;
         };
         let Decoded { value, faults } = (entry.declare)(&name, Value::Object(table));
-        let faults = faults.into_iter().map(|fault| match fault {
-            // Every stage has these keys, although they are not part of its configuration.
-            Fault::Unknown { path, mut known } if path.len() == 1 => {
-                known.extend(["kind", "name", "rename", "debug"].map(str::to_owned));
-                Fault::Unknown { path, known }
-            }
-            fault => fault,
-        });
-        self.faults(&here, &place, faults.collect());
+        let faults = with_known(faults, &["kind", "name", "rename", "debug", "group"]);
+        self.faults(&here, &place, faults);
         value.map(|stage| StageDecl {
             rename: rename.unwrap_or_default(),
             debug,
+            group,
             ..stage
         })
     }
+}
+
+/// Adds the keys that every entry of a section has, although they are not part of its configuration, to those that are
+/// known where one is not.
+fn with_known(faults: Vec<Fault>, every: &[&str]) -> Vec<Fault> {
+    let add = |fault| match fault {
+        Fault::Unknown { path, mut known } if path.len() == 1 => {
+            known.extend(every.iter().map(|key| (*key).to_owned()));
+            Fault::Unknown { path, known }
+        }
+        fault => fault,
+    };
+    faults.into_iter().map(add).collect()
 }

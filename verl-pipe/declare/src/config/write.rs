@@ -33,15 +33,26 @@ pub fn to_toml(pipe: &DataPipe) -> Result<String, toml::ser::Error> {
         let value = value.map_err(toml::ser::Error::custom)?;
         document.insert(section.to_owned(), value);
     }
+    if !pipe.groups.is_empty() {
+        let groups = pipe.groups.iter().map(|(name, config)| {
+            let config = serde_json::to_value(config).map_err(toml::ser::Error::custom)?;
+            Ok((name.clone(), config))
+        });
+        let groups: Result<Map<String, Value>, toml::ser::Error> = groups.collect();
+        document.insert("groups".to_owned(), Value::Object(groups?));
+    }
     let data = pipe
         .data
         .iter()
         .map(|data| (data.name.clone(), entry(&data.kind, &data.config)));
     document.insert("data".to_owned(), Value::Object(data.collect()));
-    let models = pipe
-        .models
-        .iter()
-        .map(|model| (model.name.clone(), entry(&model.kind, &model.config)));
+    let models = pipe.models.iter().map(|model| {
+        let mut entry = entry(&model.kind, &model.config);
+        if let (Some(group), Some(entry)) = (&model.group, entry.as_object_mut()) {
+            entry.insert("group".to_owned(), group.clone().into());
+        }
+        (model.name.clone(), entry)
+    });
     document.insert("models".to_owned(), Value::Object(models.collect()));
     let stages = pipe.stages.iter().map(|stage| {
         let mut map = Map::new();
@@ -56,6 +67,9 @@ pub fn to_toml(pipe: &DataPipe) -> Result<String, toml::ser::Error> {
         }
         if stage.debug {
             map.insert("debug".to_owned(), true.into());
+        }
+        if let Some(group) = &stage.group {
+            map.insert("group".to_owned(), group.clone().into());
         }
         map.extend(stage.config.as_object().cloned().unwrap_or_default());
         Value::Object(map)

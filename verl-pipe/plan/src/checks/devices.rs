@@ -6,6 +6,7 @@ use verl_words::diagnostic::{Diagnostic, quoted};
 use verl_words::resource::DeviceRefusal;
 
 use crate::build::Draft;
+use crate::schedule::groups::DeviceGroup;
 
 /// Why devices are refused, most severe first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -16,11 +17,25 @@ enum Refused {
 }
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
-    // The batch arithmetic, which needs the number of devices, reports an invalid group.
-    let devices = draft.pipe.devices.list().unwrap_or_default();
+    for (index, group) in draft.layout.groups.iter().enumerate() {
+        check_group(draft, index, group, findings);
+    }
+}
+
+fn check_group(
+    draft: &Draft<'_>,
+    index: usize,
+    group: &DeviceGroup,
+    findings: &mut Vec<Diagnostic>,
+) {
     let mut refusals: BTreeMap<(Refused, String), Vec<&str>> = BTreeMap::new();
-    for model in &draft.pipe.models {
-        let mut refused = devices
+    let layout = &draft.layout;
+    for (at, model) in draft.pipe.models.iter().enumerate() {
+        if layout.homes[at] != index && !layout.copies.contains(&(index, at)) {
+            continue;
+        }
+        let mut refused = group
+            .devices
             .iter()
             .filter_map(|device| model.factory.devices().check(device).err());
         // Report only the first refused device.
@@ -32,29 +47,35 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         };
         refusals.entry(refusal).or_default().push(&model.name);
     }
-    let group = &draft.pipe.devices.group;
+    let setting = if group.is_named { "devices" } else { "group" };
+    let (place, group) = (group.setting(), group.devices_text());
     for ((refused, reason), models) in refusals {
         let models = quoted(models);
         let (finding, help) = match refused {
             Refused::Unknown => {
-                let finding = Diagnostic::error("S010", "`group` is not a valid device group");
-                (finding, "set it to `cpu` or one GPU, such as `cuda:0`")
+                let what = format!("`{setting}` is not a valid device group");
+                let help = "set it to `cpu` or one GPU, such as `cuda:0`";
+                (Diagnostic::error("S010", what), help.to_owned())
             }
             Refused::Absent => {
                 let what = format!("the devices of `{group}` are not available on this machine");
-                let help = "run where they are available, or set `group = \"cpu\"`; `pipe plan` works without them";
+                let help = format!(
+                    "run where they are available, or set `{setting} = \"cpu\"`; `pipe plan` works without them"
+                );
                 // Another machine or build may have them: a pipeline can be planned for them, but not run here.
                 (Diagnostic::blocking("S012", what), help)
             }
             Refused::Unusable => {
                 let what = format!("the devices of `{group}` cannot be used");
-                let help = "fix the problem, or set `group = \"cpu\"`; run `pipe bench check` to see what works";
+                let help = format!(
+                    "fix the problem, or set `{setting} = \"cpu\"`; run `pipe bench check` to see what works"
+                );
                 (Diagnostic::error("S013", what), help)
             }
         };
         findings.push(
             finding
-                .at("[devices] group")
+                .at(place.clone())
                 .because(format!("{models} cannot be loaded: {reason}"))
                 .help(help),
         );

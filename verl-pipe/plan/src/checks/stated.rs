@@ -6,11 +6,17 @@ use crate::build::{Draft, DraftStage};
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for statement in &draft.pipe.misplaced {
+        let (what, method) = match statement.as_str() {
+            "model_in" => ("model", "model"),
+            _ => ("stage", "add_stage"),
+        };
         findings.push(
-            Diagnostic::error("P014", format!("`{statement}` is stated before any stage"))
+            Diagnostic::error("P014", format!("`{statement}` is stated before any {what}"))
                 .at(format!("pipeline `{}`", draft.pipe.name))
-                .because("it applies to the last stage added, and there is none yet")
-                .help("put it after `add_stage`"),
+                .because(format!(
+                    "it applies to the last {what} added, and there is none yet"
+                ))
+                .help(format!("put it after `{method}`")),
         );
     }
     for stage in draft.stages {

@@ -3,7 +3,7 @@
 use verl_declare::sizes::DevicesConfig;
 use verl_words::diagnostic::Diagnostic;
 
-/// Devices with one owner, as `[devices] group` names them.
+/// Devices with one owner, as `[devices] group` or a section of `[groups]` names them.
 ///
 /// ```
 /// use verl_pipe::schedule::groups::DeviceGroup;
@@ -15,10 +15,12 @@ use verl_words::diagnostic::Diagnostic;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceGroup {
-    /// As written: `cpu`, `cuda:0`, `cuda:0-3`.
+    /// Its name in `[groups]`, or as written in `[devices]`: `cpu`, `cuda:0`, `cuda:0-3`.
     pub name: String,
     /// Its devices one by one, at least one.
     pub devices: Vec<String>,
+    /// Whether `[groups]` declares it; otherwise it is the group of `[devices]`.
+    pub is_named: bool,
 }
 
 impl DeviceGroup {
@@ -35,7 +37,30 @@ impl DeviceGroup {
         Ok(DeviceGroup {
             name: name.trim().to_owned(),
             devices,
+            is_named: false,
         })
+    }
+
+    /// The setting of its devices, for messages.
+    pub fn setting(&self) -> String {
+        match self.is_named {
+            true => format!("[groups.{}] devices", self.name),
+            false => "[devices] group".to_owned(),
+        }
+    }
+
+    /// Its devices as written, such as `cuda:0-3`.
+    pub fn devices_text(&self) -> String {
+        match (self.is_named, self.devices.as_slice()) {
+            (false, _) => self.name.clone(),
+            (true, [first, .., last]) => {
+                let last = last
+                    .split_once(':')
+                    .map_or(last.as_str(), |(_, index)| index);
+                format!("{first}-{last}")
+            }
+            (true, devices) => devices.concat(),
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 //! A stage that uses a model runs on the worker thread of the model's device group; every other stage runs on the
 //! host pool.
 
+use verl_declare::pipe::ModelDecl;
 use verl_words::diagnostic::{Diagnostic, Severity};
 use verl_words::stage::{Cadence, Cardinality, OnRowError, RowRule};
 
@@ -29,7 +30,6 @@ pub enum Place {
 /// A placed pipeline: made by [`Plan::schedule`], started by `Run::start`.
 pub struct Schedule {
     plan: Plan,
-    groups: Vec<DeviceGroup>,
     places: Vec<Place>,
     slice_rows: Vec<usize>,
     wiring: Wiring,
@@ -45,7 +45,7 @@ impl std::fmt::Debug for Schedule {
             .zip(&self.places)
             .collect();
         f.debug_struct("Schedule")
-            .field("groups", &self.groups)
+            .field("groups", &self.groups())
             .field("places", &placed)
             .finish_non_exhaustive()
     }
@@ -65,23 +65,13 @@ impl Plan {
         if !blocking.is_empty() {
             return Err(blocking);
         }
-        let group = DeviceGroup::parse(&self.pipe().devices.group);
-        let wiring = Wiring::new(self);
-        let (group, wiring) = match (group, wiring) {
-            (Ok(group), Ok(wiring)) => (group, wiring),
-            (group, wiring) => {
-                let mut found = wiring.err().unwrap_or_default();
-                found.extend(group.err());
-                return Err(found);
-            }
-        };
+        let wiring = Wiring::new(self)?;
         let places: Vec<Place> = self.stages().iter().map(place).collect();
         let slice_rows = (0..self.stages().len())
             .map(|i| slice_rows(self, i, places[i]))
             .collect();
         Ok(Schedule {
             plan: self.clone(),
-            groups: vec![group],
             places,
             slice_rows,
             wiring,
@@ -97,13 +87,35 @@ impl Schedule {
 
     /// Device groups, one worker thread each.
     pub fn groups(&self) -> &[DeviceGroup] {
-        &self.groups
+        self.plan.groups()
+    }
+
+    /// The devices of all groups, each as written, once.
+    pub fn devices_text(&self) -> String {
+        let mut texts: Vec<String> = Vec::new();
+        for text in self.groups().iter().map(DeviceGroup::devices_text) {
+            if !texts.contains(&text) {
+                texts.push(text);
+            }
+        }
+        texts.join(", ")
     }
 
     /// The device group whose worker owns a model (index into [`Schedule::groups`]); `None` if there is no such model.
     pub fn home(&self, model: &str) -> Option<usize> {
         let mut models = self.plan.models().iter();
-        models.any(|known| known.name == model).then_some(0)
+        let model = models.find(|known| known.name == model)?;
+        Some(model.home)
+    }
+
+    /// The models that the worker of group `group` loads, by declaration, and whether each is a copy of a model whose
+    /// home is another group.
+    pub fn models_at(&self, group: usize) -> impl Iterator<Item = (&ModelDecl, bool)> {
+        let declared = self.plan.pipe().models.iter().zip(self.plan.models());
+        declared.filter_map(move |(decl, model)| {
+            let is_copy = model.copies.iter().any(|(at, _)| *at == group);
+            (is_copy || model.home == group).then_some((decl, is_copy))
+        })
     }
 
     /// Place of each stage.
@@ -141,11 +153,7 @@ impl Schedule {
 }
 
 fn place(stage: &PlannedStage) -> Place {
-    if stage.spec().models.is_empty() {
-        Place::Host
-    } else {
-        Place::Group(0)
-    }
+    stage.group().map_or(Place::Host, Place::Group)
 }
 
 /// Rows of one call. A plan cuts host `Row` stages into single rows, the finest possible slices. As a call costs more

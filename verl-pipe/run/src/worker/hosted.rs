@@ -1,12 +1,13 @@
 //! [`Hosted`]: the models and stages of one device group, and what a worker does with them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use verl_plan::schedule::placement::{Place, Schedule};
+use verl_reshard::{SyncError, WeightSink, WeightSource};
 use verl_words::data::DataLoaderInterface;
 use verl_words::panics::catch_panic;
-use verl_words::resource::{ModelResource, ResourceError, Snapshot};
+use verl_words::resource::{ModelResource, ResourceError, Snapshot, WeightsVersion};
 use verl_words::stage::{Models, Stage, StageError, StartContext};
 
 use crate::call_error::out_of_memory;
@@ -23,7 +24,12 @@ pub(crate) type OpenData = BTreeMap<String, Arc<dyn DataLoaderInterface>>;
 pub(crate) struct Hosted {
     schedule: Arc<Schedule>,
     group: usize,
+    /// Models whose home is this group, and copies.
     models: Models,
+    /// Which of them are copies.
+    copies: BTreeSet<String>,
+    /// Weights that are being sent, by model.
+    sources: BTreeMap<String, Box<dyn WeightSource>>,
     stages: BTreeMap<usize, Box<dyn Stage>>,
     snapshots: BTreeMap<u64, GroupSnapshot>,
     reporter: ActivityReporter,
@@ -34,6 +40,15 @@ struct GroupSnapshot {
     models: BTreeMap<String, Snapshot>,
     stages: BTreeMap<usize, Snapshot>,
 }
+
+/// Actions of [`RunError::State`] on weights that travel.
+pub(crate) const SEND: &str = "send the weights of";
+pub(crate) const RECEIVE: &str = "receive the weights of";
+
+/// A kind of model whose weights do not travel.
+#[derive(Debug, thiserror::Error)]
+#[error("this kind of model does not implement `weight_source` and `weight_sink`")]
+struct NotSynced;
 
 /// The first request to a worker.
 pub(crate) const TO_LOAD: &str = "to load models and start stages";
@@ -56,7 +71,10 @@ impl Hosted {
             }
             Err(message) => return Err(panicked(&schedule, group, TO_LOAD, &message)),
         };
+        let copies = schedule.models_at(group).filter(|(_, is_copy)| *is_copy);
         Ok(Hosted {
+            copies: copies.map(|(decl, _)| decl.name.clone()).collect(),
+            sources: BTreeMap::new(),
             schedule,
             group,
             models,
@@ -113,14 +131,16 @@ impl Hosted {
             Query::Recall { models, stages } => self.recall(&models, &stages),
             Query::Versions => {
                 let reporter = &self.reporter;
-                let models = self.models.iter();
-                let versions = models
-                    .map(|(name, model)| (name.clone(), reporter.at(name, || model.version())));
+                let own = self.models.iter();
+                let own = own.filter(|(name, _)| !self.copies.contains(*name));
+                let versions =
+                    own.map(|(name, model)| (name.clone(), reporter.at(name, || model.version())));
                 Ok(Answer::Versions(versions.collect()))
             }
             Query::OptimizerSteps => {
-                let models = self.models.iter();
-                let steps = models.map(|(name, model)| (name.clone(), model.optimizer_steps()));
+                let own = self.models.iter();
+                let own = own.filter(|(name, _)| !self.copies.contains(*name));
+                let steps = own.map(|(name, model)| (name.clone(), model.optimizer_steps()));
                 Ok(Answer::OptimizerSteps(steps.collect()))
             }
             Query::Texts { tokens } => {
@@ -131,16 +151,70 @@ impl Hosted {
                 });
                 Ok(Answer::Texts(texts))
             }
+            Query::OpenWeights {
+                model,
+                bucket_bytes,
+            } => {
+                let own = self.model(&model, SEND)?;
+                let version = WeightsVersion {
+                    step: own.optimizer_steps(),
+                    hash: String::new(),
+                };
+                let source = own.weight_source(version, bucket_bytes);
+                let source = source.map_err(|e| failed("model", &model, SEND, e))?;
+                let source = source.ok_or_else(|| failed("model", &model, SEND, NotSynced))?;
+                let manifest = source.manifest().clone();
+                if manifest.buckets > 0 {
+                    self.sources.insert(model, source);
+                }
+                Ok(Answer::Manifest(manifest))
+            }
+            Query::ReadBucket { model, bucket } => {
+                let source = self.sources.get(&model);
+                let source =
+                    source.ok_or_else(|| failed("model", &model, SEND, SyncError::NotBegun))?;
+                let read = source.bucket(bucket);
+                let read = read.map_err(|e| failed("model", &model, SEND, e))?;
+                if bucket + 1 == source.manifest().buckets {
+                    self.sources.remove(&model);
+                }
+                Ok(Answer::Bucket(Box::new(read)))
+            }
+            Query::BeginWeights { model, manifest } => {
+                self.receive(&model, |sink| sink.begin(&manifest))
+            }
+            Query::AcceptBucket { model, bucket } => {
+                self.receive(&model, |sink| sink.accept(&bucket))
+            }
+            Query::FinishWeights { model } => self.receive(&model, |sink| sink.finish().map(drop)),
             Query::Save { model, dir } => {
-                let found = self.models.get_mut(&model);
-                let found = found
-                    .ok_or_else(|| failed("model", &model, "save", "there is no such model"))?;
-                found
-                    .save(&dir)
+                let own = self.model(&model, "save")?;
+                own.save(&dir)
                     .map_err(|e| failed("model", &model, "save", e))?;
                 Ok(Answer::Done)
             }
         }
+    }
+
+    fn model(
+        &mut self,
+        name: &str,
+        action: &'static str,
+    ) -> Result<&mut dyn ModelResource, RunError> {
+        let found = self.models.get_mut(name);
+        let found = found.ok_or_else(|| failed("model", name, action, "there is no such model"))?;
+        Ok(found.as_mut())
+    }
+
+    fn receive(
+        &mut self,
+        model: &str,
+        work: impl FnOnce(&mut dyn WeightSink) -> Result<(), SyncError>,
+    ) -> Result<Answer, RunError> {
+        let sink = self.model(model, RECEIVE)?.weight_sink();
+        let sink = sink.ok_or_else(|| failed("model", model, RECEIVE, NotSynced))?;
+        work(sink).map_err(|e| failed("model", model, RECEIVE, e))?;
+        Ok(Answer::Done)
     }
 
     fn stage_name(&self, index: usize) -> &str {
@@ -154,6 +228,10 @@ impl Hosted {
         };
         let mut models = BTreeMap::new();
         for (name, model) in &mut self.models {
+            // A copy gets its weights from the model's home.
+            if self.copies.contains(name) {
+                continue;
+            }
             let snapshot = self.reporter.at(name, || of_model(model.as_mut()));
             let snapshot = snapshot.map_err(|e| failed("model", name, "snapshot", e))?;
             models.insert(name.clone(), snapshot);
@@ -261,7 +339,9 @@ impl Hosted {
 
     fn recall(&mut self, models: &StoredStates, stages: &StoredStates) -> Result<Answer, RunError> {
         for (name, model) in &mut self.models {
-            if let Some((version, Some(stored))) = models.get(name) {
+            if let Some((version, Some(stored))) =
+                models.get(name).filter(|_| !self.copies.contains(name))
+            {
                 model
                     .recall(version, stored)
                     .and_then(|snapshot| model.restore(&snapshot))
@@ -311,8 +391,12 @@ fn load(schedule: &Schedule, group: usize, data: &OpenData) -> Result<Loaded, Ru
     let plan = schedule.plan();
     let device = &schedule.groups()[group].devices[0];
     let mut models = Models::new();
-    for decl in &plan.pipe().models {
-        let model = decl.factory.load(&decl.name, device, plan.context());
+    for (decl, is_copy) in schedule.models_at(group) {
+        let factory = &decl.factory;
+        let model = match is_copy {
+            false => factory.load(&decl.name, device, plan.context()),
+            true => factory.load_copy(&decl.name, device, plan.context()),
+        };
         let model = model.map_err(|source| RunError::Load {
             name: decl.name.clone(),
             source,

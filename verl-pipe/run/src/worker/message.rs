@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+use verl_reshard::{Bucket, WeightsManifest};
 use verl_words::batch::Batch;
 use verl_words::resource::{StoredState, WeightsVersion};
 
@@ -28,7 +29,7 @@ pub(crate) struct DeviceCall {
     pub env: Arc<CallEnv>,
 }
 
-/// A request with an answer. Models are those whose home is the worker's group.
+/// A request with an answer. Models are those whose home is the worker's group, except where weights are received.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) enum Query {
     /// Keeps the state of models and stages under `id`; a quick one need not compute hashes. Answer: `Snapshot`.
@@ -48,6 +49,19 @@ pub(crate) enum Query {
     OptimizerSteps,
     /// Texts of token ids, by the first model that can decode them. Answer: `Texts`.
     Texts { tokens: Vec<Vec<u32>> },
+    /// Keeps the current weights of a model, to be read in buckets. Answer: `Manifest`.
+    OpenWeights { model: String, bucket_bytes: usize },
+    /// A bucket of the weights that were opened; the last one closes them. Answer: `Bucket`.
+    ReadBucket { model: String, bucket: usize },
+    /// A copy of a model starts to receive weights. Answer: `Done`.
+    BeginWeights {
+        model: String,
+        manifest: WeightsManifest,
+    },
+    /// The copy receives a bucket. Answer: `Done`.
+    AcceptBucket { model: String, bucket: Arc<Bucket> },
+    /// The copy switches to the weights that have arrived. Answer: `Done`.
+    FinishWeights { model: String },
     /// Writes a model into a folder. Answer: `Done`.
     Save { model: String, dir: PathBuf },
 }
@@ -68,6 +82,10 @@ pub(crate) enum Answer {
     Versions(Versions),
     /// Optimiser steps of models.
     OptimizerSteps(BTreeMap<String, u64>),
+    /// What the weights consist of.
+    Manifest(WeightsManifest),
+    /// A part of the weights.
+    Bucket(Box<Bucket>),
     /// Texts, if a model can decode tokens.
     Texts(Option<Vec<String>>),
 }
@@ -83,6 +101,10 @@ impl Query {
             Query::Versions => "to read versions",
             Query::OptimizerSteps => "to count optimiser steps",
             Query::Texts { .. } => "to read samples",
+            Query::OpenWeights { .. } | Query::ReadBucket { .. } => "to send weights",
+            Query::BeginWeights { .. }
+            | Query::AcceptBucket { .. }
+            | Query::FinishWeights { .. } => "to receive weights",
             Query::Save { .. } => "to save a model",
         }
     }

@@ -1,18 +1,19 @@
 //! What the engine and a worker process send to each other: heads of [`Message`]s, with batches and tensors as parts.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use verl_wire::message::{Message, MessageError, Parts};
 use verl_words::data::DataError;
-use verl_words::resource::{ResourceError, StoredState};
+use verl_words::resource::ResourceError;
 use verl_words::stage::{ConfigError, StageError};
 
 use crate::channel::{CallEnv, CallFailure, CallReport};
 use crate::error::{FullDevice, RunError};
 use crate::worker::QueryFailure;
-use crate::worker::hosted::failed;
+use crate::worker::hosted::{RECEIVE, SEND, failed};
 use crate::worker::message::{Answer, Query, StoredStates};
 
 /// A request to a worker process.
@@ -33,7 +34,7 @@ pub(crate) enum ToWorker {
         wave: u64,
         env: SentEnv,
     },
-    /// A query; the parts are tensors of its states. Reply: `Answer`.
+    /// A query; the parts are its tensors. Reply: `Answer`.
     Ask { query: u64, asked: Query },
     /// Drops snapshots. Reply: `Forgotten`.
     Forget(Vec<u64>),
@@ -58,7 +59,7 @@ pub(crate) enum ToRun {
         report: CallReport,
         result: Result<(), CallFailure>,
     },
-    /// The parts are tensors of its states.
+    /// The parts are its tensors.
     Answer {
         query: u64,
         answer: Result<Answer, SentFailure>,
@@ -179,7 +180,9 @@ impl From<RunError> for SentError {
 
 /// Words of [`RunError::State`].
 const WHATS: [&str; 3] = ["model", "stage", "device group"];
-const ACTIONS: [&str; 5] = ["snapshot", "restore", "store", "recall", "save"];
+const ACTIONS: [&str; 7] = [
+    "snapshot", "restore", "store", "recall", "save", SEND, RECEIVE,
+];
 
 impl SentError {
     /// The error, of the worker `worker`.
@@ -222,72 +225,70 @@ impl SentError {
     }
 }
 
-/// The states in `states`, in a fixed order.
-fn of_states<'a>(states: &'a mut StoredStates) -> impl Iterator<Item = &'a mut StoredState> + 'a {
-    states.values_mut().filter_map(|(_, state)| state.as_mut())
+/// The tensors in `states`, in a fixed order.
+fn of_states(states: &mut StoredStates) -> impl Iterator<Item = &mut Vec<u8>> {
+    let states = states.values_mut().filter_map(|(_, state)| state.as_mut());
+    states.map(|state| &mut state.tensors)
 }
 
-fn of_query(query: &mut Query) -> Vec<&mut StoredState> {
-    match query {
-        Query::Recall { models, stages } => of_states(models).chain(of_states(stages)).collect(),
-        _ => Vec::new(),
-    }
-}
+/// A message with bytes that are sent as parts.
+trait WithBytes: Serialize {
+    /// These bytes, in a fixed order.
+    fn bytes(&mut self) -> Vec<&mut Vec<u8>>;
 
-fn of_answer(answer: &mut Answer) -> Vec<&mut StoredState> {
-    match answer {
-        Answer::Stored { models, stages } => of_states(models).chain(of_states(stages)).collect(),
-        _ => Vec::new(),
-    }
-}
-
-/// A message with the tensors of states as parts.
-trait WithStates: Serialize {
-    fn states(&mut self) -> Vec<&mut StoredState>;
-
-    /// Takes the tensors out, so that they are not written as numbers of the head.
+    /// Takes the bytes out, so that they are not written as numbers of the head.
     fn detach(mut self) -> Result<Message, MessageError>
     where
         Self: Sized,
     {
-        let states = self.states().into_iter();
-        let tensors: Vec<Vec<u8>> = states
-            .map(|state| std::mem::take(&mut state.tensors))
-            .collect();
+        let bytes = self.bytes().into_iter();
+        let bytes: Vec<Vec<u8>> = bytes.map(std::mem::take).collect();
         let mut message = Message::new(&self)?;
-        tensors
+        bytes
             .into_iter()
-            .for_each(|tensors| message.push_bytes(tensors));
+            .for_each(|bytes| message.push_bytes(bytes));
         Ok(message)
     }
 
-    /// Puts the tensors back.
+    /// Puts the bytes back.
     fn attach(mut self, parts: &mut Parts) -> Result<Self, MessageError>
     where
         Self: Sized,
     {
-        for state in self.states() {
-            state.tensors = parts.bytes()?.to_vec();
+        for bytes in self.bytes() {
+            *bytes = parts.bytes()?.to_vec();
         }
         Ok(self)
     }
 }
 
-impl WithStates for ToWorker {
-    fn states(&mut self) -> Vec<&mut StoredState> {
+impl WithBytes for ToWorker {
+    fn bytes(&mut self) -> Vec<&mut Vec<u8>> {
         match self {
-            ToWorker::Ask { asked, .. } => of_query(asked),
+            ToWorker::Ask {
+                asked: Query::Recall { models, stages },
+                ..
+            } => of_states(models).chain(of_states(stages)).collect(),
+            ToWorker::Ask {
+                asked: Query::AcceptBucket { bucket, .. },
+                ..
+            } => vec![&mut Arc::make_mut(bucket).bytes],
             _ => Vec::new(),
         }
     }
 }
 
-impl WithStates for ToRun {
-    fn states(&mut self) -> Vec<&mut StoredState> {
+impl WithBytes for ToRun {
+    fn bytes(&mut self) -> Vec<&mut Vec<u8>> {
         match self {
             ToRun::Answer {
-                answer: Ok(answer), ..
-            } => of_answer(answer),
+                answer: Ok(Answer::Stored { models, stages }),
+                ..
+            } => of_states(models).chain(of_states(stages)).collect(),
+            ToRun::Answer {
+                answer: Ok(Answer::Bucket(bucket)),
+                ..
+            } => vec![&mut bucket.bytes],
             _ => Vec::new(),
         }
     }
@@ -325,7 +326,7 @@ impl ToRun {
 mod tests {
     use std::collections::BTreeMap;
 
-    use verl_words::resource::WeightsVersion;
+    use verl_words::resource::{StoredState, WeightsVersion};
     use verl_words::stage::Reduce;
 
     use super::*;

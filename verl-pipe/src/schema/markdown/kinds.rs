@@ -6,7 +6,7 @@ use super::Page;
 use super::words::{inline, list, text};
 
 /// Settings that every stage has.
-const OF_EVERY_STAGE: [&str; 3] = ["name", "rename", "debug"];
+const OF_EVERY_STAGE: [&str; 4] = ["name", "rename", "debug", "group"];
 
 impl Page<'_> {
     pub(super) fn stage(&mut self, name: &str, note: &Value) {

@@ -97,7 +97,7 @@ impl Conditions {
             format: FORMAT,
             plan_hash: plan_hash(plan),
             settings: settings_of(plan.pipe()),
-            machine: Machine::here(&schedule.groups()[0].name, plan.pipe().cpu_kernels()),
+            machine: Machine::here(&schedule.devices_text(), plan.pipe().cpu_kernels()),
             stages: plan.stages().iter().map(StageShape::of).collect(),
         }
     }

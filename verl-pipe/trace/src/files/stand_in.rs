@@ -112,6 +112,7 @@ fn stand_in(entry: &toml::Value, conditions: &Conditions) -> Option<StageDecl> {
     let mut text = |key: &str| config.shift_remove(key)?.as_str().map(str::to_owned);
     let kind = text("kind")?;
     let name = text("name").unwrap_or_else(|| kind.clone());
+    let group = text("group");
     let rename = config.shift_remove("rename");
     let debug = config.shift_remove("debug") == Some(Value::Bool(true));
     let mut shapes = conditions.stages.iter();
@@ -125,6 +126,7 @@ fn stand_in(entry: &toml::Value, conditions: &Conditions) -> Option<StageDecl> {
         stated_reads: None,
         stated_writes: None,
         debug,
+        group,
         build: Arc::new(move |_| Ok(Box::new(StandIn(shape.clone())))),
     })
 }

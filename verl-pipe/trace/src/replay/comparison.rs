@@ -46,7 +46,8 @@ pub(super) fn repeats_bits(schedule: &Schedule, stage: usize, changes: &Changes)
     match schedule.places()[stage] {
         Place::Host => changes.repeats_host_bits(),
         Place::Group(group) => {
-            schedule.groups()[group].name == "cpu" && changes.repeats_model_bits()
+            let devices = &schedule.groups()[group].devices;
+            devices.iter().all(|device| device == "cpu") && changes.repeats_model_bits()
         }
     }
 }

@@ -139,7 +139,7 @@ impl<'a> Replayer<'a> {
         )?;
         let mut report = ReplayReport {
             step: recorded.step,
-            device: self.schedule().groups()[0].name.clone(),
+            device: self.schedule().devices_text(),
             changes,
             stages: Vec::new(),
             skipped: Vec::new(),

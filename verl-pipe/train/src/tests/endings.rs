@@ -225,6 +225,7 @@ fn if_a_model_cannot_be_saved_the_others_still_are() {
         config: Value::Null,
         factory: Arc::new(NumbersFactory),
         unwritable: Vec::new(),
+        group: None,
     });
     pipe.run.save = Some(["other", "actor", "actor"].map(str::to_owned).to_vec());
     let (made, _) = trainer(&pipe, CancelToken::default());

@@ -57,6 +57,7 @@ pub(super) fn declare(
         stated_reads: None,
         stated_writes: None,
         debug: false,
+        group: None,
         build: Arc::new(build),
     }
 }
@@ -372,6 +373,7 @@ pub(super) fn pipeline(others: Vec<StageDecl>) -> DataPipe {
         config: serde_json::Value::Null,
         factory: Arc::new(NumbersFactory),
         unwritable: Vec::new(),
+        group: None,
     });
     pipe.stages = vec![source(), generate(), reward(), advantages(), update()];
     for other in others {

@@ -4,6 +4,7 @@ mod endings;
 mod failures;
 mod fakes;
 mod finish;
+mod groups;
 mod guards;
 mod out_of_memory;
 mod refill;

@@ -186,6 +186,23 @@ pub trait ModelFactory: Send + Sync {
         device: &str,
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError>;
+    /// Whether a copy in another device group can follow the model when it is trained: the kind implements
+    /// [`ModelResource::weight_source`] and [`ModelResource::weight_sink`].
+    fn can_follow(&self) -> bool {
+        false
+    }
+    /// As [`ModelFactory::load`], for a copy in another device group, which is never trained: it needs no optimiser.
+    ///
+    /// # Errors
+    /// As [`ModelFactory::load`].
+    fn load_copy(
+        &self,
+        name: &str,
+        device: &str,
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        self.load(name, device, context)
+    }
 }
 
 /// The configuration of a model: a plain struct that becomes the resource; [`ModelFactory`] has its methods.

@@ -1,0 +1,111 @@
+//! Pipelines over several device groups compute what they compute in one.
+
+use verl::pipe::run::runner::Run;
+use verl::prelude::*;
+
+use crate::critic::{ppo_with_reward_model, train_reward_model};
+use crate::kit::{Place, start};
+
+/// The actor and its critic in one group, the models that only score in another.
+const TWO_GROUPS: &[&str] = &[
+    "groups.train.devices=cpu",
+    "groups.score.devices=cpu",
+    "devices.group=train",
+    "ref.group=score",
+    "reward.group=score",
+];
+
+/// Metrics of three steps without times, and the versions of all models after them.
+fn three_steps(run: &mut Run) -> String {
+    let mut steps = Vec::new();
+    for _ in 0..3 {
+        let output = run.step().expect("a step");
+        let mut values = output.metrics.values;
+        values.retain(|name, _| !name.starts_with("perf/"));
+        steps.push((values, output.samples));
+    }
+    format!("{steps:?}\n{:?}", run.versions().expect("versions"))
+}
+
+/// Sampling and evaluation in a group of their own, with a copy of the actor.
+const ROLLOUT_GROUP: &[&str] = &[
+    "groups.train.devices=cpu",
+    "groups.rollout.devices=cpu",
+    "devices.group=train",
+    "generate.group=rollout",
+    "evaluate.group=rollout",
+];
+
+#[test]
+fn an_actor_that_is_sampled_in_another_group_computes_the_same_bits() {
+    let place = Place::new();
+    let observed = |run: &mut Run| {
+        let before = format!("{:?}", run.observe(0).expect("an evaluation").samples);
+        let steps = three_steps(run);
+        let mut after = run.observe(3).expect("an evaluation");
+        after
+            .metrics
+            .values
+            .retain(|name, _| !name.starts_with("perf/"));
+        format!(
+            "{before}\n{steps}\n{:?}\n{:?}",
+            after.metrics.values, after.samples
+        )
+    };
+    let one = observed(&mut start(&place.grpo("one", &[])));
+    let pipe = place.grpo("two", ROLLOUT_GROUP);
+    let schedule = pipe.plan().expect("a plan").schedule().expect("places");
+    let models = |group| {
+        let models = schedule.models_at(group);
+        let models = models.map(|(decl, is_copy)| (decl.name.as_str(), is_copy));
+        models.collect::<Vec<_>>()
+    };
+    assert!(models(0).contains(&("actor", false)));
+    assert_eq!(models(1), [("actor", true)]);
+    let mut run = start(&pipe);
+    let before = run.snapshot().expect("a snapshot");
+    let two = observed(&mut run);
+    assert!(one == two, "one group: {one}\ntwo groups: {two}");
+    // Restored weights travel again.
+    run.restore(&before).expect("a snapshot of this run");
+    assert!(two == observed(&mut run), "a restored run differs");
+}
+
+#[test]
+fn weights_travel_once_for_each_version() {
+    let place = Place::new();
+    let mut run = start(&place.grpo("run", ROLLOUT_GROUP));
+    let mut sent = || {
+        let output = run.step().expect("a step");
+        output.metrics.get("perf/weight_sync_mb").expect("a metric")
+    };
+    let first = sent();
+    assert!(first > 0.0);
+    assert_eq!([sent(), sent()], [first, first]);
+    let mut alone = start(&place.grpo("run", &[]));
+    let output = alone.step().expect("a step");
+    assert_eq!(output.metrics.get("perf/weight_sync_mb"), None);
+}
+
+#[test]
+fn the_four_models_of_ppo_in_two_groups_compute_the_same_bits() {
+    let place = Place::new();
+    train_reward_model(&place);
+    let one = three_steps(&mut start(&ppo_with_reward_model(&place, &[])));
+    let pipe = ppo_with_reward_model(&place, TWO_GROUPS);
+    let schedule = pipe.plan().expect("a plan").schedule().expect("places");
+    let models = |group| {
+        let models = schedule.models_at(group);
+        models
+            .map(|(decl, _)| decl.name.as_str())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(models(0), ["actor", "critic"]);
+    assert_eq!(models(1), ["ref", "reward"]);
+    let mut run = start(&pipe);
+    let before = run.snapshot().expect("a snapshot");
+    let two = three_steps(&mut run);
+    assert!(one == two, "one group: {one}\ntwo groups: {two}");
+    run.restore(&before).expect("a snapshot of this run");
+    assert!(two == three_steps(&mut run), "a restored run differs");
+}
