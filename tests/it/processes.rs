@@ -18,6 +18,8 @@ use verl::pipe::wire::child::Program;
 use verl::pipe::wire::socket::Transport;
 use verl::prelude::*;
 
+use crate::critic::{ppo_with_reward_model, train_reward_model};
+use crate::groups::{ROLLOUT_GROUP, TWO_GROUPS, three_steps};
 use crate::kit::{GRPO, Place};
 use crate::replayed::{EXAMPLES, example, record, record_with};
 
@@ -227,6 +229,43 @@ fn every_example_computes_the_same_edges_in_a_process() {
             .replay(&of_process[1], &ReplayScope::Step)
             .expect("a replay");
         assert_eq!(report.differences(), 0, "{file}:\n{report}");
+    }
+}
+
+#[test]
+fn threads_processes_and_mixes_of_them_compute_the_same_bits() {
+    let place = Place::new();
+    train_reward_model(&place);
+    let pipes = [
+        (place.grpo("grpo", ROLLOUT_GROUP), "rollout"),
+        (ppo_with_reward_model(&place, TWO_GROUPS), "score"),
+    ];
+    for (pipe, second) in pipes {
+        let of_threads = three_steps(&mut start(&pipe, RunOptions::default()).expect("started"));
+        let groups = [
+            None,
+            Some(vec!["train".to_owned()]),
+            Some(vec![second.to_owned()]),
+        ];
+        for groups in groups {
+            let options = ProcessOptions {
+                groups: groups.clone(),
+                ..processes(&place.path("id"), Transport::Path)
+            };
+            let options = RunOptions {
+                processes: Some(options),
+                ..RunOptions::default()
+            };
+            let mut run = start(&pipe, options).expect("started");
+            let before = run.snapshot().expect("a snapshot");
+            let of_mix = three_steps(&mut run);
+            assert!(of_mix == of_threads, "{groups:?}:\n{of_mix}\n{of_threads}");
+            run.restore(&before).expect("a snapshot of this run");
+            assert!(
+                of_mix == three_steps(&mut run),
+                "{groups:?}: a restored run differs"
+            );
+        }
     }
 }
 
