@@ -67,7 +67,7 @@ pub fn registry() -> Registry {
 /// assert!(verl::pipe::wire::child::program().is_some());
 /// ```
 pub fn worker_main(registry: impl FnOnce() -> Registry) {
-    verl_pipe::wire::child::enter(verl_pipe::run::worker::WorkerServer(registry));
+    verl_pipe::run::worker::enter(registry);
 }
 
 /// What affects the bits of a result besides the code of a run: names and versions for `versions.json`

@@ -8,7 +8,7 @@ use crate::kit::{Place, start};
 use crate::preferences::dpo;
 
 /// The actor and its critic in one group, the models that only score in another.
-const TWO_GROUPS: &[&str] = &[
+pub const TWO_GROUPS: &[&str] = &[
     "groups.train.devices=cpu",
     "groups.score.devices=cpu",
     "devices.group=train",
@@ -17,7 +17,7 @@ const TWO_GROUPS: &[&str] = &[
 ];
 
 /// Metrics of three steps without times, and the versions of all models after them.
-fn three_steps(run: &mut Run) -> String {
+pub fn three_steps(run: &mut Run) -> String {
     let mut steps = Vec::new();
     for _ in 0..3 {
         let output = run.step().expect("a step");
@@ -29,7 +29,7 @@ fn three_steps(run: &mut Run) -> String {
 }
 
 /// Sampling and evaluation in a group of their own, with a copy of the actor.
-const ROLLOUT_GROUP: &[&str] = &[
+pub const ROLLOUT_GROUP: &[&str] = &[
     "groups.train.devices=cpu",
     "groups.rollout.devices=cpu",
     "devices.group=train",

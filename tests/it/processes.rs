@@ -8,16 +8,20 @@ use std::process::Command;
 use std::time::Duration;
 
 use serde_json::Value;
-use verl::pipe::resource::ModelResource;
 use verl::pipe::run::error::RunError;
 use verl::pipe::run::runner::{Run, RunOptions};
 use verl::pipe::run::worker::ProcessOptions;
 use verl::pipe::stage::StartContext;
+use verl::pipe::trace::compare::diff_step;
+use verl::pipe::trace::replay::{ReplayScope, Replayer};
 use verl::pipe::wire::child::Program;
 use verl::pipe::wire::socket::Transport;
 use verl::prelude::*;
 
+use crate::critic::{ppo_with_reward_model, train_reward_model};
+use crate::groups::{ROLLOUT_GROUP, TWO_GROUPS, three_steps};
 use crate::kit::{GRPO, Place};
+use crate::replayed::{EXAMPLES, example, record, record_with};
 
 /// Environment variable with the file to which a worker process writes its id.
 const ID_FILE: &str = "VERL_TEST_ID_FILE";
@@ -74,7 +78,7 @@ impl Stage for Fault {
                 reason: "it is odd".to_owned(),
             }),
             "key" => Ok(input.get(&keys::ADVANTAGES).map(|_| ())?),
-            "model" => Ok(drop(context.model::<ValueResource>("actor")?.version())),
+            "model" => context.model::<ValueResource>("actor").map(|_| ()),
             "wait" => {
                 while !context.cancel.is_cancelled() {
                     std::thread::sleep(Duration::from_millis(1));
@@ -199,9 +203,107 @@ fn a_process_computes_the_bits_of_a_thread() {
     }
 }
 
-fn kill(ids: &Path) {
+#[test]
+fn every_example_computes_the_same_edges_in_a_process() {
+    for (file, overrides) in EXAMPLES {
+        let place = Place::new();
+        let pipe = example(&place, file, overrides);
+        let options = RunOptions {
+            processes: Some(processes(&place.path("id"), Transport::Path)),
+            ..RunOptions::default()
+        };
+        let (of_thread, _) = record(&pipe, 2);
+        let (of_process, mut run) = record_with(&pipe, 2, options);
+        for (thread, process) in of_thread.iter().zip(&of_process) {
+            let diff = diff_step(run.schedule(), thread, process);
+            assert_eq!(diff.first(), None, "{file}");
+            assert!(
+                diff.stages.iter().all(|stage| stage.differences() == 0),
+                "{file}"
+            );
+            assert_eq!(thread.weights_after, process.weights_after, "{file}");
+        }
+        // A process replays what it recorded, from the states that it keeps.
+        let mut replayer = Replayer::new(&mut run).expect("a snapshot");
+        let report = replayer
+            .replay(&of_process[1], &ReplayScope::Step)
+            .expect("a replay");
+        assert_eq!(report.differences(), 0, "{file}:\n{report}");
+    }
+}
+
+#[test]
+fn threads_processes_and_mixes_of_them_compute_the_same_bits() {
+    let place = Place::new();
+    train_reward_model(&place);
+    let pipes = [
+        (place.grpo("grpo", ROLLOUT_GROUP), "rollout"),
+        (ppo_with_reward_model(&place, TWO_GROUPS), "score"),
+    ];
+    for (pipe, second) in pipes {
+        let of_threads = three_steps(&mut start(&pipe, RunOptions::default()).expect("started"));
+        let groups = [
+            None,
+            Some(vec!["train".to_owned()]),
+            Some(vec![second.to_owned()]),
+        ];
+        for groups in groups {
+            let options = ProcessOptions {
+                groups: groups.clone(),
+                ..processes(&place.path("id"), Transport::Path)
+            };
+            let options = RunOptions {
+                processes: Some(options),
+                ..RunOptions::default()
+            };
+            let mut run = start(&pipe, options).expect("started");
+            let before = run.snapshot().expect("a snapshot");
+            let of_mix = three_steps(&mut run);
+            assert!(of_mix == of_threads, "{groups:?}:\n{of_mix}\n{of_threads}");
+            run.restore(&before).expect("a snapshot of this run");
+            assert!(
+                of_mix == three_steps(&mut run),
+                "{groups:?}: a restored run differs"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_process_leaves_ctrl_c_to_its_run_and_is_lost_when_it_is_stopped() {
+    let place = Place::new();
+    let ids = place.path("id");
+    let mut of_processes = processes(&ids, Transport::Path);
+    of_processes.settings.deadline = Duration::from_secs(3);
+    let options = RunOptions {
+        processes: Some(of_processes),
+        ..RunOptions::default()
+    };
+    let mut run = start(&place.grpo("run", &[]), options).expect("started");
+    for signal in ["-INT", "-TERM"] {
+        send(signal, &ids);
+    }
+    run.step().expect("a step");
+    send("-STOP", &ids);
+    let error = run.step().expect_err("lost");
+    assert_eq!(error.code(), "R009");
+    let text = error.to_string();
+    assert!(
+        text.contains("it sent nothing for 3.0 s, not even a heartbeat"),
+        "{text}"
+    );
+    assert!(text.contains("it ran step 2, stage `prompts`"), "{text}");
+    // The stopped process does not outlive the run.
+    let process = fs::read_to_string(&ids).expect("written");
+    drop(run);
+    let command = fs::read_to_string(format!("/proc/{process}/cmdline")).unwrap_or_default();
+    assert_eq!(command, "");
+}
+
+/// Sends a signal to the worker process.
+fn send(signal: &str, ids: &Path) {
     let process = fs::read_to_string(ids).expect("written");
-    let killed = Command::new("kill").args(["-KILL", &process]).status();
+    let killed = Command::new("kill").args([signal, &process]).status();
     assert!(killed.expect("`kill` runs").success());
 }
 
@@ -216,8 +318,8 @@ fn a_killed_process_ends_the_run_with_its_name_and_what_it_ran() {
     };
     let mut run = start(&pipe, options.clone()).expect("started");
     run.step().expect("a step");
-    kill(&ids);
-    let error = run.step().err().expect("lost");
+    send("-KILL", &ids);
+    let error = run.step().expect_err("lost");
     assert_eq!(error.code(), "R009");
     let text = error.to_string();
     assert!(text.starts_with("the worker of `cpu` is lost: "), "{text}");
@@ -227,7 +329,7 @@ fn a_killed_process_ends_the_run_with_its_name_and_what_it_ran() {
     drop(run);
 
     let mut run = start(&faulty(&place, "abort"), options).expect("started");
-    let error = run.step().err().expect("lost");
+    let error = run.step().expect_err("lost");
     let text = error.to_string();
     assert_eq!(error.code(), "R009", "{text}");
     let stage = "killed by signal 6 (SIGABRT); it ran step 1, stage `fault`, 8 rows, samples ";
@@ -278,7 +380,7 @@ fn cancelling_a_run_cancels_the_call_in_its_process() {
         std::thread::sleep(Duration::from_millis(300));
         cancel.cancel();
     });
-    let error = run.step().err().expect("cancelled");
+    let error = run.step().expect_err("cancelled");
     assert_eq!(error.code(), "R011", "{error}");
     cancelling.join().expect("no panic");
     // The call has ended, so the worker answers.
@@ -296,7 +398,7 @@ fn what_exists_only_in_the_program_is_refused_by_its_process() {
         processes: Some(processes(&ids, Transport::Path)),
         ..RunOptions::default()
     };
-    let error = start(&pipe, options).err().expect("refused").to_string();
+    let error = start(&pipe, options).expect_err("refused").to_string();
     assert!(
         error.contains("exist only in the process that declared it"),
         "{error}"

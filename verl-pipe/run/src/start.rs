@@ -23,7 +23,8 @@ use crate::watch::Watch;
 use crate::weight_sync::Copies;
 use crate::worker::hosted::OpenData;
 use crate::worker::{
-    ProcessOptions, ProcessWorker, ThreadWorker, Worker, WorkerStart, start_stage,
+    Loading, LoadingProcess, ProcessOptions, ProcessWorker, ThreadWorker, Worker, WorkerStart,
+    start_stage,
 };
 
 /// Options of a run besides the schedule.
@@ -38,7 +39,7 @@ pub struct RunOptions {
     /// Number of emitted batches that can queue between a device worker and the engine, and of slices that can queue
     /// for a host thread, before `emit` blocks.
     pub backlog: usize,
-    /// Starts the workers as processes rather than threads.
+    /// Starts workers as processes rather than threads.
     pub processes: Option<ProcessOptions>,
     /// Folder where the run writes what it waits for when it stalls; see [`stall`](crate::stall).
     pub run_dir: Option<PathBuf>,
@@ -153,25 +154,34 @@ fn start_workers(
     start: &WorkerStart,
     processes: Option<&ProcessOptions>,
 ) -> Result<Vec<Box<dyn Worker>>, RunError> {
-    let groups = 0..start.schedule.groups().len();
-    if let Some(options) = processes {
-        let loading: Vec<_> = groups
-            .map(|group| ProcessWorker::begin(start, options, group))
-            .collect();
-        let workers = loading.into_iter().map(|loading| {
-            let worker = loading?.loaded(start.deadline)?;
-            Ok(Box::new(worker) as Box<dyn Worker>)
-        });
-        return workers.collect();
-    }
+    let groups = start.schedule.groups().iter().enumerate();
     let loading: Vec<_> = groups
-        .map(|group| ThreadWorker::begin(start, group))
+        .map(
+            |(group, declared)| match processes.filter(|options| options.serves(&declared.name)) {
+                Some(options) => {
+                    ProcessWorker::begin(start, options, group).map(AnyLoading::Process)
+                }
+                None => ThreadWorker::begin(start, group).map(AnyLoading::Thread),
+            },
+        )
         .collect();
-    let workers = loading.into_iter().map(|loading| {
-        let worker = loading?.loaded(start.deadline)?;
-        Ok(Box::new(worker) as Box<dyn Worker>)
+    let workers = loading.into_iter().map(|loading| match loading? {
+        AnyLoading::Thread(loading) => {
+            let worker = loading.loaded(start.deadline)?;
+            Ok(Box::new(worker) as Box<dyn Worker>)
+        }
+        AnyLoading::Process(loading) => {
+            let worker = loading.loaded(start.deadline)?;
+            Ok(Box::new(worker) as Box<dyn Worker>)
+        }
     });
     workers.collect()
+}
+
+/// A worker that is loading.
+enum AnyLoading {
+    Thread(Loading),
+    Process(LoadingProcess),
 }
 
 /// Converts seconds of a configuration to a duration; values out of range become a year.

@@ -1,7 +1,7 @@
 //! `pipe worker`: the worker process of a run, which only a run starts.
 
 use verl_declare::registry::Registry;
-use verl_run::worker::WorkerServer;
+use verl_run::worker::run_worker;
 use verl_wire::child;
 
 /// Argument with which the executable is started as a worker.
@@ -14,6 +14,5 @@ pub fn register() {
 
 /// Serves a device group of the run that started this process, and returns the exit code; 2 if no run did.
 pub fn worker(registry: Registry) -> u8 {
-    let status = child::run_worker(WorkerServer(|| registry));
-    u8::try_from(status).unwrap_or(1)
+    u8::try_from(run_worker(|| registry)).unwrap_or(1)
 }

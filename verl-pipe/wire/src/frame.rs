@@ -27,8 +27,10 @@ pub const PROTOCOL: u16 = 1;
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 64;
 const MAGIC: [u8; 8] = *b"verlwire";
-/// Bytes that are allocated before any byte of a body has arrived.
-const FIRST_BYTES: usize = 16 << 20;
+/// Bytes that are reserved before any byte of a body has arrived; the system provides them as they are written.
+const FIRST_BYTES: usize = 64 << 20;
+/// By how much more is reserved when these have arrived.
+const GROWTH: usize = 8;
 static PADDING: [u8; ALIGNMENT] = [0; ALIGNMENT];
 
 /// What a frame is for.
@@ -340,7 +342,7 @@ impl<R: Read> FrameReader<R> {
             if wanted == size {
                 break;
             }
-            wanted = size.min(wanted * 2);
+            wanted = size.min(wanted.saturating_mul(GROWTH));
             body = body.grown(wanted);
         }
         let message = split(&header, body.finish())?;

@@ -41,7 +41,7 @@ struct GroupSnapshot {
     stages: BTreeMap<usize, Snapshot>,
 }
 
-/// Actions of errors about weights that travel.
+/// Actions of [`RunError::State`] on weights that travel.
 pub(crate) const SEND: &str = "send the weights of";
 pub(crate) const RECEIVE: &str = "receive the weights of";
 

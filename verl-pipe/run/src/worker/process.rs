@@ -26,8 +26,10 @@ use crate::worker::{
 /// How worker processes are started.
 #[derive(Debug, Clone)]
 pub struct ProcessOptions {
-    /// The program, which must serve with [`WorkerServer`](crate::worker::WorkerServer).
+    /// The program, which must call [`enter`](crate::worker::enter) or [`run_worker`](crate::worker::run_worker) first.
     pub program: Program,
+    /// Names of the device groups whose workers are processes; `None` means all.
+    pub groups: Option<Vec<String>>,
     /// Further environment variables.
     pub variables: Vec<(String, String)>,
     /// How they are connected.
@@ -41,10 +43,17 @@ impl ProcessOptions {
     pub fn new(program: Program) -> ProcessOptions {
         ProcessOptions {
             program,
+            groups: None,
             variables: Vec::new(),
             transport: Transport::default(),
             settings: LinkSettings::default(),
         }
+    }
+
+    /// Whether the worker of a device group is a process.
+    pub(crate) fn serves(&self, group: &str) -> bool {
+        let groups = self.groups.as_ref();
+        groups.is_none_or(|groups| groups.iter().any(|name| name == group))
     }
 }
 

@@ -33,7 +33,7 @@ pub(crate) enum ToWorker {
         wave: u64,
         env: SentEnv,
     },
-    /// A query; the parts are tensors of its states. Reply: `Answer`.
+    /// A query; the parts are its tensors. Reply: `Answer`.
     Ask { query: u64, asked: Query },
     /// Drops snapshots. Reply: `Forgotten`.
     Forget(Vec<u64>),
@@ -58,7 +58,7 @@ pub(crate) enum ToRun {
         report: CallReport,
         result: Result<(), CallFailure>,
     },
-    /// The parts are tensors of its states.
+    /// The parts are its tensors.
     Answer {
         query: u64,
         answer: Result<Answer, SentFailure>,
@@ -224,73 +224,70 @@ impl SentError {
     }
 }
 
-/// The tensors of `states`, in a fixed order.
+/// The tensors in `states`, in a fixed order.
 fn of_states(states: &mut StoredStates) -> impl Iterator<Item = &mut Vec<u8>> {
-    let states = states.values_mut();
-    states.filter_map(|(_, state)| Some(&mut state.as_mut()?.tensors))
+    let states = states.values_mut().filter_map(|(_, state)| state.as_mut());
+    states.map(|state| &mut state.tensors)
 }
 
-fn of_query(query: &mut Query) -> Vec<&mut Vec<u8>> {
-    match query {
-        Query::Recall { models, stages } => of_states(models).chain(of_states(stages)).collect(),
-        Query::AcceptBucket { bucket, .. } => vec![&mut bucket.bytes],
-        _ => Vec::new(),
-    }
-}
+/// A message with bytes that are sent as parts.
+trait WithBytes: Serialize {
+    /// These bytes, in a fixed order.
+    fn bytes(&mut self) -> Vec<&mut Vec<u8>>;
 
-fn of_answer(answer: &mut Answer) -> Vec<&mut Vec<u8>> {
-    match answer {
-        Answer::Stored { models, stages } => of_states(models).chain(of_states(stages)).collect(),
-        Answer::Bucket(bucket) => vec![&mut bucket.bytes],
-        _ => Vec::new(),
-    }
-}
-
-/// A message with tensors as parts.
-trait WithTensors: Serialize {
-    fn tensors(&mut self) -> Vec<&mut Vec<u8>>;
-
-    /// Takes the tensors out, so that they are not written as numbers of the head.
+    /// Takes the bytes out, so that they are not written as numbers of the head.
     fn detach(mut self) -> Result<Message, MessageError>
     where
         Self: Sized,
     {
-        let tensors = self.tensors().into_iter();
-        let tensors: Vec<Vec<u8>> = tensors.map(std::mem::take).collect();
+        let bytes = self.bytes().into_iter();
+        let bytes: Vec<Vec<u8>> = bytes.map(std::mem::take).collect();
         let mut message = Message::new(&self)?;
-        tensors
+        bytes
             .into_iter()
-            .for_each(|tensors| message.push_bytes(tensors));
+            .for_each(|bytes| message.push_bytes(bytes));
         Ok(message)
     }
 
-    /// Puts the tensors back.
+    /// Puts the bytes back.
     fn attach(mut self, parts: &mut Parts) -> Result<Self, MessageError>
     where
         Self: Sized,
     {
-        for tensors in self.tensors() {
-            *tensors = parts.bytes()?.to_vec();
+        for bytes in self.bytes() {
+            *bytes = parts.bytes()?.to_vec();
         }
         Ok(self)
     }
 }
 
-impl WithTensors for ToWorker {
-    fn tensors(&mut self) -> Vec<&mut Vec<u8>> {
+impl WithBytes for ToWorker {
+    fn bytes(&mut self) -> Vec<&mut Vec<u8>> {
         match self {
-            ToWorker::Ask { asked, .. } => of_query(asked),
+            ToWorker::Ask {
+                asked: Query::Recall { models, stages },
+                ..
+            } => of_states(models).chain(of_states(stages)).collect(),
+            ToWorker::Ask {
+                asked: Query::AcceptBucket { bucket, .. },
+                ..
+            } => vec![&mut bucket.bytes],
             _ => Vec::new(),
         }
     }
 }
 
-impl WithTensors for ToRun {
-    fn tensors(&mut self) -> Vec<&mut Vec<u8>> {
+impl WithBytes for ToRun {
+    fn bytes(&mut self) -> Vec<&mut Vec<u8>> {
         match self {
             ToRun::Answer {
-                answer: Ok(answer), ..
-            } => of_answer(answer),
+                answer: Ok(Answer::Stored { models, stages }),
+                ..
+            } => of_states(models).chain(of_states(stages)).collect(),
+            ToRun::Answer {
+                answer: Ok(Answer::Bucket(bucket)),
+                ..
+            } => vec![&mut bucket.bytes],
             _ => Vec::new(),
         }
     }

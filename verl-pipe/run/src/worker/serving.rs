@@ -10,7 +10,7 @@ use verl_declare::registry::Registry;
 use verl_plan::Plannable;
 use verl_plan::read::parse_pipeline;
 use verl_plan::schedule::placement::Schedule;
-use verl_wire::child::{Server, Start};
+use verl_wire::child::{self, Server, Start};
 use verl_wire::link::LinkError;
 use verl_wire::message::{Message, MessageError, Parts};
 use verl_wire::serve::{Events, Serve};
@@ -20,6 +20,7 @@ use verl_words::stage::{CancelToken, StageError};
 
 use crate::channel::{CallEnv, CallFailure, CallReport, Out, not_taken};
 use crate::error::RunError;
+use crate::interrupt::on_ctrl_c;
 use crate::start::open_data;
 use crate::watch::Watch;
 use crate::worker::hosted::Hosted;
@@ -34,9 +35,32 @@ fn token(tokens: &Tokens, call: u64) -> CancelToken {
     tokens.entry(call).or_default().clone()
 }
 
+/// Serves and ends the process if a run started it as its worker; otherwise declares that this program can be started as a
+/// worker, and returns. Pipelines are built from the kinds of `registry`.
+pub fn enter(registry: impl FnOnce() -> Registry) {
+    leave_interrupts_to_the_run();
+    child::enter(WorkerServer(registry));
+}
+
+/// Serves as the worker that the environment describes, and returns the exit status of the process. Pipelines are built
+/// from the kinds of `registry`.
+pub fn run_worker(registry: impl FnOnce() -> Registry) -> i32 {
+    leave_interrupts_to_the_run();
+    child::run_worker(WorkerServer(registry))
+}
+
+/// A terminal sends Ctrl-C to the workers as well, but the run decides how it ends, and may still need them.
+fn leave_interrupts_to_the_run() {
+    if child::is_worker()
+        && let Err(error) = on_ctrl_c(|| {})
+    {
+        tracing::warn!("Ctrl-C ends this worker before its run can end in good order: {error}");
+    }
+}
+
 /// Serves a device group in a process that a run started as its worker; stages, models and data sets are those of the
 /// registry that the function makes.
-pub struct WorkerServer<F>(pub F);
+pub(crate) struct WorkerServer<F>(pub F);
 
 impl<F: FnOnce() -> Registry> Server for WorkerServer<F> {
     type Serve = GroupServer;
@@ -59,7 +83,7 @@ impl<F: FnOnce() -> Registry> Server for WorkerServer<F> {
 }
 
 /// The models and stages of a device group in a worker process.
-pub struct GroupServer {
+pub(crate) struct GroupServer {
     worker: String,
     registry: Registry,
     hosted: Option<Hosted>,

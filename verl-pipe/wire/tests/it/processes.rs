@@ -264,6 +264,15 @@ fn a_stopped_worker_is_lost_after_its_deadline_and_what_it_sends_later_is_droppe
     assert_eq!((new.client.incarnation(), new.client.dropped()), (2, 0));
     // A stopped worker can be killed without waking it.
     signal("-STOP", new.process.id());
+    let state = format!("/proc/{}/stat", new.process.id());
+    wait_until("it stops", || {
+        let state = std::fs::read_to_string(&state).unwrap_or_default();
+        state
+            .rsplit(") ")
+            .next()
+            .unwrap_or_default()
+            .starts_with('T')
+    });
     let mut process = new.process;
     assert_eq!(
         process.end(Duration::ZERO).expect("killed").signal(),
