@@ -14,10 +14,10 @@ use crate::start::seconds;
 use crate::step::CallId;
 
 /// Maximum number of spans of a lane before neighbouring ones are merged.
-const CROWDED: usize = 64;
+const CROWDED: usize = 256;
 
 /// Spans of a crowded lane are merged across gaps of at most this fraction of the step.
-const MERGED_GAP: f64 = 1e-3;
+const MERGED_GAP: f64 = 1e-4;
 
 /// The calls of a step that have ended.
 #[derive(Debug)]
@@ -288,13 +288,13 @@ mod tests {
     #[test]
     fn only_neighbours_of_one_stage_on_a_crowded_lane_are_merged() {
         let mut spans = Vec::new();
-        for at in 0..100 {
+        for at in 0..300 {
             let start = f64::from(at) * 0.01;
             spans.push(span("a", 0, start, start + 0.0098));
             if at == 50 {
                 spans.push(span("b", 0, start + 0.0098, start + 0.0099));
             }
-            if at % 10 == 0 {
+            if at % 30 == 0 {
                 spans.push(span("a", 1, start, start + 0.01));
             }
         }
@@ -313,9 +313,9 @@ mod tests {
         assert_eq!((first.start_s, first.end_s), (0.0, 0.5098));
         assert_eq!(first.busy_s(), rounded(51.0 * 0.0098));
         // Gaps that are long compared with the step stay.
-        let apart = (0..100).map(|at| f64::from(at) * 0.01);
+        let apart = (0..300).map(|at| f64::from(at) * 0.01);
         let apart = apart.map(|at| span("a", 0, at, at + 0.005));
-        assert_eq!(merge_crowded(apart.collect()).len(), 100);
+        assert_eq!(merge_crowded(apart.collect()).len(), 300);
     }
 
     #[test]
