@@ -16,8 +16,8 @@ use crate::metrics::{StepMetrics, now, reduce};
 use crate::records::{OBSERVE_S, STAGE_S, of_stage};
 use crate::runner::{GRACE, Run, StepOutput};
 use crate::span_log::SpanLog;
-use crate::spans::{CallSpan, SpanKind};
-use crate::start::HostStage;
+use crate::spans::SpanKind;
+use crate::start::{HostStage, seconds};
 use crate::watch::Wait;
 use crate::worker::DeviceCall;
 
@@ -61,14 +61,10 @@ impl Run {
         for stage in self.observers(step) {
             let dispatched = Instant::now();
             let output = self.call_observer(stage, step)?;
-            let known = CallSpan {
-                kind: SpanKind::Observe,
-                call: self.next_call,
-                lane: output.lane,
-                ..CallSpan::default()
-            };
-            let place = self.schedule.places()[stage];
-            spans.call((stage, 0), place, known, dispatched, &output.report);
+            let began = output.report.began.unwrap_or(dispatched);
+            let lane = (self.schedule.places()[stage], output.lane);
+            let time = (began, began + seconds(output.report.seconds));
+            spans.work(SpanKind::Observe, self.name(stage), lane, time);
             reports.push(((stage, 0, 0), output.report));
         }
         let mut values = reduce(

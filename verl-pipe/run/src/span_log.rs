@@ -1,7 +1,7 @@
 //! [`SpanLog`]: the runner adds each call to it when the call ends.
 
 use std::collections::HashMap;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use verl_plan::schedule::placement::{Place, Schedule};
 use verl_words::batch::Batch;
@@ -9,28 +9,30 @@ use verl_words::batch::Batch;
 use crate::channel::CallReport;
 use crate::host_pool::Ran;
 use crate::runner::{InFlight, Progress, Run};
-use crate::spans::{CallSpan, HOST, SpanOutcome, rounded, seconds_since};
+use crate::spans::{CallSpan, HOST, SpanKind, SpanOutcome, rounded, seconds_since};
+use crate::start::seconds;
 use crate::step::CallId;
 
 /// Maximum number of spans of a lane before neighbouring ones are merged.
-const CROWDED: usize = 64;
+const CROWDED: usize = 256;
 
 /// Spans of a crowded lane are merged across gaps of at most this fraction of the step.
-const MERGED_GAP: f64 = 1e-3;
+const MERGED_GAP: f64 = 1e-4;
 
 /// The calls of a step that have ended.
 #[derive(Debug)]
 pub(crate) struct SpanLog {
     zero: Instant,
     spans: Vec<PlacedSpan>,
-    /// Rows that running calls have emitted so far.
-    emitted: HashMap<CallId, usize>,
+    /// Rows that running calls have emitted so far; only few calls run at a time.
+    emitted: Vec<(CallId, usize)>,
 }
 
 /// A span whose stage and place are not yet names.
 #[derive(Debug)]
 struct PlacedSpan {
-    stage: usize,
+    /// The stage of a call; other work has its name in the span.
+    stage: Option<usize>,
     place: Place,
     span: CallSpan,
 }
@@ -41,17 +43,20 @@ impl SpanLog {
         SpanLog {
             zero,
             spans: Vec::new(),
-            emitted: HashMap::new(),
+            emitted: Vec::new(),
         }
     }
 
     /// Counts rows that call `id` emitted while it runs.
     pub(crate) fn emitted(&mut self, id: CallId, rows: usize) {
-        *self.emitted.entry(id).or_default() += rows;
+        match self.emitted.iter_mut().find(|known| known.0 == id) {
+            Some(known) => known.1 += rows,
+            None => self.emitted.push((id, rows)),
+        }
     }
 
-    /// Adds a call at `place` that has ended. `known` contains what the runner knows of it: its number,
-    /// lane, wave, rows and outcome.
+    /// Adds a call at `place` that has ended. `known` contains what the runner knows of it: its number, lane, wave,
+    /// rows and outcome.
     pub(crate) fn call(
         &mut self,
         id: CallId,
@@ -60,7 +65,7 @@ impl SpanLog {
         dispatched: Instant,
         report: &CallReport,
     ) {
-        let seconds = Duration::try_from_secs_f64(report.seconds).unwrap_or_default();
+        let seconds = seconds(report.seconds);
         let began = report.began.unwrap_or_else(|| {
             // A worker in another process has another clock; there the call ended just now.
             let since = Instant::now().checked_sub(seconds);
@@ -102,7 +107,8 @@ impl SpanLog {
         time: (Instant, Instant, Instant),
     ) {
         let (dispatched, began, ended) = time;
-        let streamed = self.emitted.remove(&id).unwrap_or(0);
+        let counted = self.emitted.iter().position(|known| known.0 == id);
+        let streamed = counted.map_or(0, |at| self.emitted.swap_remove(at).1);
         let wait = began.saturating_duration_since(dispatched);
         let span = CallSpan {
             slice: id.1,
@@ -113,14 +119,33 @@ impl SpanLog {
             wait_s: rounded(wait.as_secs_f64()),
             ..known
         };
-        let stage = id.0;
+        let stage = Some(id.0);
+        self.spans.push(PlacedSpan { stage, place, span });
+    }
+
+    /// Adds other work at a lane of a place, with its start and end: an observer, a model whose weights are transferred.
+    pub(crate) fn work(
+        &mut self,
+        kind: SpanKind,
+        about: &str,
+        (place, lane): (Place, usize),
+        time: (Instant, Instant),
+    ) {
+        let span = CallSpan {
+            lane,
+            ..CallSpan::of_run(kind, about, time, self.zero)
+        };
+        let stage = None;
         self.spans.push(PlacedSpan { stage, place, span });
     }
 
     /// Takes the spans in the order of their start, with names. Those of crowded lanes are merged.
     pub(crate) fn finish(&mut self, schedule: &Schedule) -> Vec<CallSpan> {
         let named = self.spans.drain(..).map(|placed| CallSpan {
-            stage: schedule.plan().stages()[placed.stage].name().to_owned(),
+            stage: match placed.stage {
+                Some(stage) => schedule.plan().stages()[stage].name().to_owned(),
+                None => placed.span.stage,
+            },
             place: match placed.place {
                 Place::Host => HOST.to_owned(),
                 Place::Group(group) => schedule.groups()[group].name.clone(),
@@ -263,13 +288,13 @@ mod tests {
     #[test]
     fn only_neighbours_of_one_stage_on_a_crowded_lane_are_merged() {
         let mut spans = Vec::new();
-        for at in 0..100 {
+        for at in 0..300 {
             let start = f64::from(at) * 0.01;
             spans.push(span("a", 0, start, start + 0.0098));
             if at == 50 {
                 spans.push(span("b", 0, start + 0.0098, start + 0.0099));
             }
-            if at % 10 == 0 {
+            if at % 30 == 0 {
                 spans.push(span("a", 1, start, start + 0.01));
             }
         }
@@ -288,9 +313,9 @@ mod tests {
         assert_eq!((first.start_s, first.end_s), (0.0, 0.5098));
         assert_eq!(first.busy_s(), rounded(51.0 * 0.0098));
         // Gaps that are long compared with the step stay.
-        let apart = (0..100).map(|at| f64::from(at) * 0.01);
+        let apart = (0..300).map(|at| f64::from(at) * 0.01);
         let apart = apart.map(|at| span("a", 0, at, at + 0.005));
-        assert_eq!(merge_crowded(apart.collect()).len(), 100);
+        assert_eq!(merge_crowded(apart.collect()).len(), 300);
     }
 
     #[test]

@@ -20,7 +20,7 @@ pub enum TimelineError {
     #[error(transparent)]
     Run(#[from] InspectError),
     /// The file does not exist or is empty.
-    #[error("`{}` has no timeline: a run writes it after each step unless `trace.timeline_mb` is 0, so start a run with a higher limit or wait for the first step", .dir.display())]
+    #[error("`{}` has no timeline, which a run writes after each step unless `trace.timeline_mb` is 0", .dir.display())]
     Empty {
         /// The run.
         dir: PathBuf,
