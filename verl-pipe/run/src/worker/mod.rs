@@ -22,7 +22,7 @@ pub(crate) use hosted::start_stage;
 pub(crate) use message::{Answer, DeviceCall, Query};
 pub use process::ProcessOptions;
 pub(crate) use process::{LoadingProcess, ProcessWorker};
-pub use serving::{enter, run_worker};
+pub use serving::{GroupServer, WorkerServer, enter, run_worker};
 pub(crate) use thread::{Loading, ThreadWorker, WorkerStart};
 
 /// The engine's side of a worker.
