@@ -331,7 +331,10 @@ fn a_process_leaves_ctrl_c_to_its_run_and_is_lost_when_it_is_stopped() {
         text.contains("it sent nothing for 3.0 s, not even a heartbeat"),
         "{text}"
     );
-    assert!(text.contains("it ran step 2, stage `prompts`"), "{text}");
+    assert!(
+        text.contains("lost: during step 2, stage `prompts`"),
+        "{text}"
+    );
     // The stopped process does not outlive the run.
     let process = fs::read_to_string(&ids).expect("written");
     drop(run);
@@ -371,8 +374,11 @@ fn a_killed_process_ends_the_run_with_its_name_and_what_it_ran() {
     let error = run.step().expect_err("lost");
     let text = error.to_string();
     assert_eq!(error.code(), "R009", "{text}");
-    let stage = "killed by signal 6 (SIGABRT); it ran step 1, stage `fault`, 8 rows, samples ";
-    assert!(text.contains(stage), "{text}");
+    let stage = "lost: during step 1, stage `fault`, 8 rows, samples ";
+    assert!(
+        text.contains(stage) && text.contains("killed by signal 6 (SIGABRT)"),
+        "{text}"
+    );
 }
 
 #[test]
