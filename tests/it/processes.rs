@@ -10,11 +10,13 @@ use std::time::Duration;
 use serde_json::Value;
 use verl::pipe::run::error::RunError;
 use verl::pipe::run::runner::{Run, RunOptions};
-use verl::pipe::run::worker::ProcessOptions;
+use verl::pipe::run::worker::{ProcessOptions, WorkerServer};
 use verl::pipe::stage::StartContext;
 use verl::pipe::trace::compare::diff_step;
 use verl::pipe::trace::replay::{ReplayScope, Replayer};
-use verl::pipe::wire::child::Program;
+use verl::pipe::wire::child::{self, Program, Server, Start};
+use verl::pipe::wire::message::{Message, MessageError};
+use verl::pipe::wire::serve::{Events, Serve};
 use verl::pipe::wire::socket::Transport;
 use verl::prelude::*;
 
@@ -32,7 +34,44 @@ fn worker_entry() {
     if let Ok(path) = std::env::var(ID_FILE) {
         fs::write(path, std::process::id().to_string()).expect("a file");
     }
+    if let Ok(at) = std::env::var(DIE_AT) {
+        let (before, at) = at.split_once(' ').expect("two words");
+        let (before, left) = (before == "before", at.parse().expect("a number"));
+        child::enter(move |start: &Start| {
+            let (inner, on_signal) = WorkerServer(registry).server(start);
+            let dying = Dying {
+                inner,
+                before,
+                left,
+            };
+            (dying, on_signal)
+        });
+    }
     verl::worker_main(registry);
+}
+
+/// Environment variable with the request at which a worker process dies: `before 3`, `after 3`.
+const DIE_AT: &str = "VERL_TEST_DIE_AT";
+
+/// Dies before or after it has processed a request; in either case the reply is not sent.
+struct Dying<S> {
+    inner: S,
+    before: bool,
+    left: u64,
+}
+
+impl<S: Serve> Serve for Dying<S> {
+    fn handle(&mut self, request: Message, events: &Events) -> Result<Message, MessageError> {
+        self.left -= 1;
+        if self.left == 0 && self.before {
+            std::process::abort();
+        }
+        let reply = self.inner.handle(request, events);
+        if self.left == 0 {
+            std::process::abort();
+        }
+        reply
+    }
 }
 
 fn registry() -> Registry {
@@ -292,7 +331,10 @@ fn a_process_leaves_ctrl_c_to_its_run_and_is_lost_when_it_is_stopped() {
         text.contains("it sent nothing for 3.0 s, not even a heartbeat"),
         "{text}"
     );
-    assert!(text.contains("it ran step 2, stage `prompts`"), "{text}");
+    assert!(
+        text.contains("lost: during step 2, stage `prompts`"),
+        "{text}"
+    );
     // The stopped process does not outlive the run.
     let process = fs::read_to_string(&ids).expect("written");
     drop(run);
@@ -332,8 +374,51 @@ fn a_killed_process_ends_the_run_with_its_name_and_what_it_ran() {
     let error = run.step().expect_err("lost");
     let text = error.to_string();
     assert_eq!(error.code(), "R009", "{text}");
-    let stage = "killed by signal 6 (SIGABRT); it ran step 1, stage `fault`, 8 rows, samples ";
-    assert!(text.contains(stage), "{text}");
+    let stage = "lost: during step 1, stage `fault`, 8 rows, samples ";
+    assert!(
+        text.contains(stage) && text.contains("killed by signal 6 (SIGABRT)"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_process_that_dies_at_any_message_of_a_step_ends_the_run_with_its_name() {
+    let place = Place::new();
+    let pipe = place.grpo("run", ROLLOUT_GROUP);
+    for group in ["train", "rollout"] {
+        let mut deaths = 0;
+        for at in 1.. {
+            let lost = ["before", "after"].map(|when| {
+                let mut options = processes(&place.path("id"), Transport::Path);
+                options.groups = Some(vec![group.to_owned()]);
+                options
+                    .variables
+                    .push((DIE_AT.to_owned(), format!("{when} {at}")));
+                let options = RunOptions {
+                    processes: Some(options),
+                    ..RunOptions::default()
+                };
+                let ended = start(&pipe, options).and_then(|mut run| run.step().map(drop));
+                let Err(error) = ended else {
+                    return false;
+                };
+                let text = error.to_string();
+                assert_eq!(error.code(), "R009", "{when} {at}: {text}");
+                let name = format!("the worker of `{group}` is lost: ");
+                assert!(
+                    text.starts_with(&name) && text.contains("SIGABRT"),
+                    "{when} {at}: {text}"
+                );
+                true
+            });
+            assert_eq!(lost[0], lost[1], "request {at}");
+            if !lost[0] {
+                break;
+            }
+            deaths += 1;
+        }
+        assert!(deaths > 3, "{group}: {deaths}");
+    }
 }
 
 #[test]

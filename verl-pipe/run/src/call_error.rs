@@ -46,7 +46,7 @@ pub(super) fn call_error(
                 Place::Group(group) => schedule.groups()[group].name.clone(),
                 Place::Host => stage.clone(),
             },
-            reason: format!("{reason}; it ran step {step}, stage `{stage}`, {rows}"),
+            reason: format!("during step {step}, stage `{stage}`, {rows}: {reason}"),
         },
     }
 }

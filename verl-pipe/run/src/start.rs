@@ -159,7 +159,7 @@ fn start_workers(
         .map(
             |(group, declared)| match processes.filter(|options| options.serves(&declared.name)) {
                 Some(options) => {
-                    ProcessWorker::begin(start, options, group).map(AnyLoading::Process)
+                    ProcessWorker::begin(start, options, group, 1).map(AnyLoading::Process)
                 }
                 None => ThreadWorker::begin(start, group).map(AnyLoading::Thread),
             },

@@ -1,8 +1,8 @@
 //! Workers: each owns the models of one device group and runs the stages that use them, one call at a time.
 //!
-//! The engine speaks to a worker only in [messages](message), which contain nothing but data. So the engine does not know
-//! whether a worker is a thread of this process ([`ThreadWorker`]) or another process (`ProcessWorker`). A call is answered
-//! by events; a [`Query`] has one [`Answer`].
+//! The engine speaks to a worker only in messages (`message.rs`), which contain nothing but data. So the engine does not know
+//! whether a worker is a thread of this process (`ThreadWorker`) or another process (`ProcessWorker`). A call is answered
+//! by events; a `Query` has one `Answer`.
 
 pub(crate) mod hosted;
 pub(crate) mod message;
@@ -22,7 +22,7 @@ pub(crate) use hosted::start_stage;
 pub(crate) use message::{Answer, DeviceCall, Query};
 pub use process::ProcessOptions;
 pub(crate) use process::{LoadingProcess, ProcessWorker};
-pub use serving::{enter, run_worker};
+pub use serving::{GroupServer, WorkerServer, enter, run_worker};
 pub(crate) use thread::{Loading, ThreadWorker, WorkerStart};
 
 /// The engine's side of a worker.

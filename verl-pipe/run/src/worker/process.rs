@@ -205,11 +205,13 @@ pub(crate) struct ProcessWorker {
 }
 
 impl ProcessWorker {
-    /// Starts a process for group `group`, which builds the pipeline, loads its models and starts its stages.
+    /// Starts a process for group `group`, which builds the pipeline, loads its models and starts its stages. Each start for
+    /// a group has another `incarnation`, counted from 1.
     pub(crate) fn begin(
         start: &WorkerStart,
         options: &ProcessOptions,
         group: usize,
+        incarnation: u64,
     ) -> Result<LoadingProcess, RunError> {
         let pipe = start.schedule.plan().pipe();
         let pipeline = to_toml(pipe).map_err(|e| RunError::Config {
@@ -225,7 +227,7 @@ impl ProcessWorker {
             variables: options.variables.clone(),
             run: format!("{} of process {}", pipe.name, std::process::id()),
             worker: name.clone(),
-            incarnation: 1,
+            incarnation,
             transport: options.transport,
             settings: options.settings.clone(),
             deadline: start.deadline,

@@ -60,7 +60,7 @@ fn leave_interrupts_to_the_run() {
 
 /// Serves a device group in a process that a run started as its worker; stages, models and data sets are those of the
 /// registry that the function makes.
-pub(crate) struct WorkerServer<F>(pub F);
+pub struct WorkerServer<F>(pub F);
 
 impl<F: FnOnce() -> Registry> Server for WorkerServer<F> {
     type Serve = GroupServer;
@@ -83,7 +83,7 @@ impl<F: FnOnce() -> Registry> Server for WorkerServer<F> {
 }
 
 /// The models and stages of a device group in a worker process.
-pub(crate) struct GroupServer {
+pub struct GroupServer {
     worker: String,
     registry: Registry,
     hosted: Option<Hosted>,
