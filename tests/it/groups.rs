@@ -1,5 +1,6 @@
 //! Pipelines over several device groups compute what they compute in one.
 
+use verl::pipe::run::metrics::StepMetrics;
 use verl::pipe::run::runner::Run;
 use verl::prelude::*;
 
@@ -18,14 +19,20 @@ pub const TWO_GROUPS: &[&str] = &[
 
 /// Metrics of three steps without times, and the versions of all models after them.
 pub fn three_steps(run: &mut Run) -> String {
-    let mut steps = Vec::new();
-    for _ in 0..3 {
+    steps_with(run, 3, &mut |_| {})
+}
+
+/// As [`three_steps`], with `each` after every step.
+pub fn steps_with(run: &mut Run, steps: usize, each: &mut dyn FnMut(&StepMetrics)) -> String {
+    let mut all = Vec::new();
+    for _ in 0..steps {
         let output = run.step().expect("a step");
+        each(&output.metrics);
         let mut values = output.metrics.values;
         values.retain(|name, _| !name.starts_with("perf/"));
-        steps.push((values, output.samples));
+        all.push((values, output.samples));
     }
-    format!("{steps:?}\n{:?}", run.versions().expect("versions"))
+    format!("{all:?}\n{:?}", run.versions().expect("versions"))
 }
 
 /// Sampling and evaluation in a group of their own, with a copy of the actor.

@@ -21,7 +21,7 @@ use verl::pipe::wire::socket::Transport;
 use verl::prelude::*;
 
 use crate::critic::{ppo_with_reward_model, train_reward_model};
-use crate::groups::{ROLLOUT_GROUP, TWO_GROUPS, three_steps};
+use crate::groups::{ROLLOUT_GROUP, TWO_GROUPS, steps_with, three_steps};
 use crate::kit::{GRPO, Place};
 use crate::replayed::{EXAMPLES, example, record, record_with};
 
@@ -39,6 +39,9 @@ fn worker_entry() {
         let (before, left) = (before == "before", at.parse().expect("a number"));
         child::enter(move |start: &Start| {
             let (inner, on_signal) = WorkerServer(registry).server(start);
+            // A process that was started again lives, unless the test says otherwise.
+            let lives = start.incarnation > 1 && std::env::var_os(DIE_ALWAYS).is_none();
+            let left = if lives { u64::MAX } else { left };
             let dying = Dying {
                 inner,
                 before,
@@ -52,6 +55,9 @@ fn worker_entry() {
 
 /// Environment variable with the request at which a worker process dies: `before 3`, `after 3`.
 const DIE_AT: &str = "VERL_TEST_DIE_AT";
+
+/// Environment variable by which a process that was started again dies as well.
+const DIE_ALWAYS: &str = "VERL_TEST_DIE_ALWAYS";
 
 /// Dies before or after it has processed a request; in either case the reply is not sent.
 struct Dying<S> {
@@ -318,7 +324,8 @@ fn a_process_leaves_ctrl_c_to_its_run_and_is_lost_when_it_is_stopped() {
         processes: Some(of_processes),
         ..RunOptions::default()
     };
-    let mut run = start(&place.grpo("run", &[]), options).expect("started");
+    let pipe = place.grpo("run", &["run.worker_retries=0"]);
+    let mut run = start(&pipe, options).expect("started");
     for signal in ["-INT", "-TERM"] {
         send(signal, &ids);
     }
@@ -352,7 +359,7 @@ fn send(signal: &str, ids: &Path) {
 #[test]
 fn a_killed_process_ends_the_run_with_its_name_and_what_it_ran() {
     let place = Place::new();
-    let pipe = place.grpo("run", &[]);
+    let pipe = place.grpo("run", &["run.worker_retries=0"]);
     let ids = place.path("id");
     let options = RunOptions {
         processes: Some(processes(&ids, Transport::Path)),
@@ -381,44 +388,111 @@ fn a_killed_process_ends_the_run_with_its_name_and_what_it_ran() {
     );
 }
 
-#[test]
-fn a_process_that_dies_at_any_message_of_a_step_ends_the_run_with_its_name() {
-    let place = Place::new();
-    let pipe = place.grpo("run", ROLLOUT_GROUP);
-    for group in ["train", "rollout"] {
-        let mut deaths = 0;
-        for at in 1.. {
-            let lost = ["before", "after"].map(|when| {
-                let mut options = processes(&place.path("id"), Transport::Path);
-                options.groups = Some(vec![group.to_owned()]);
-                options
-                    .variables
-                    .push((DIE_AT.to_owned(), format!("{when} {at}")));
-                let options = RunOptions {
-                    processes: Some(options),
-                    ..RunOptions::default()
-                };
-                let ended = start(&pipe, options).and_then(|mut run| run.step().map(drop));
-                let Err(error) = ended else {
-                    return false;
-                };
-                let text = error.to_string();
-                assert_eq!(error.code(), "R009", "{when} {at}: {text}");
-                let name = format!("the worker of `{group}` is lost: ");
-                assert!(
-                    text.starts_with(&name) && text.contains("SIGABRT"),
-                    "{when} {at}: {text}"
-                );
-                true
-            });
-            assert_eq!(lost[0], lost[1], "request {at}");
-            if !lost[0] {
-                break;
-            }
-            deaths += 1;
-        }
-        assert!(deaths > 3, "{group}: {deaths}");
+/// Options with the worker of `group` as a process that dies at a request.
+fn dying(place: &Place, group: &str, when: &str, at: u64) -> RunOptions {
+    let mut options = processes(&place.path("id"), Transport::Path);
+    options.groups = Some(vec![group.to_owned()]);
+    let at = format!("{when} {at}");
+    options.variables.push((DIE_AT.to_owned(), at));
+    RunOptions {
+        processes: Some(options),
+        ..RunOptions::default()
     }
+}
+
+#[test]
+fn a_process_that_dies_at_any_message_is_started_again_and_nothing_changes() {
+    let place = Place::new();
+    // With a snapshot after the first step, and with none before the last.
+    for (snapshots, stride) in [(1, 1), (5, 4)] {
+        let setting = format!("run.worker_snapshot_steps={snapshots}");
+        let pipe = place.grpo("run", &[ROLLOUT_GROUP, &[&setting]].concat());
+        let mut alone = start(&pipe, RunOptions::default()).expect("started");
+        let expected = steps_with(&mut alone, 2, &mut |_| {});
+        for group in ["train", "rollout"] {
+            let mut deaths = 0;
+            // Some of the requests before the first step, and every one of the steps.
+            for at in (3..).step_by(stride) {
+                let died = ["before", "after"].map(|when| {
+                    let mut run = start(&pipe, dying(&place, group, when, at)).expect("started");
+                    let mut restarts = 0.0;
+                    let steps = steps_with(&mut run, 2, &mut |metrics| {
+                        restarts += metrics.get("perf/worker_restarts").unwrap_or(0.0);
+                    });
+                    assert!(
+                        steps == expected,
+                        "{group}, {when} {at}:\n{steps}\n{expected}"
+                    );
+                    restarts
+                });
+                assert!(
+                    died[0] <= 1.0 && died[0] == died[1],
+                    "request {at}: {died:?}"
+                );
+                if died[0] == 0.0 {
+                    break;
+                }
+                deaths += 1;
+            }
+            assert!(deaths * stride > 9, "{group}: {deaths}");
+        }
+    }
+}
+
+#[test]
+fn a_process_that_dies_too_often_ends_the_run_with_its_name_and_what_it_ran() {
+    let place = Place::new();
+    let pipe = place.grpo("run", &["run.worker_retries=2"]);
+    let mut options = dying(&place, "cpu", "before", 3);
+    if let Some(processes) = &mut options.processes {
+        processes
+            .variables
+            .push((DIE_ALWAYS.to_owned(), "yes".to_owned()));
+    }
+    let mut run = start(&pipe, options).expect("started");
+    let error = run.step().expect_err("lost");
+    let text = error.to_string();
+    assert_eq!(error.code(), "R009", "{text}");
+    assert!(text.starts_with("the worker of `cpu` is lost: "), "{text}");
+    assert!(
+        text.contains("it was started again 2 times in this step"),
+        "{text}"
+    );
+    assert!(text.contains("stage `") && text.contains("rows"), "{text}");
+}
+
+#[test]
+fn a_process_that_is_stopped_or_killed_between_steps_is_started_again() {
+    let place = Place::new();
+    let pipe = place.grpo("run", &["run.worker_snapshot_steps=2"]);
+    let expected = three_steps(&mut start(&pipe, RunOptions::default()).expect("started"));
+    let ids = place.path("id");
+    let mut of_processes = processes(&ids, Transport::Path);
+    of_processes.settings.deadline = Duration::from_secs(3);
+    let options = RunOptions {
+        processes: Some(of_processes),
+        ..RunOptions::default()
+    };
+    let mut run = start(&pipe, options).expect("started");
+    let signals = ["-KILL", "-STOP"];
+    let mut step = 0;
+    let steps = steps_with(&mut run, 3, &mut |_| {
+        if let Some(signal) = signals.get(step) {
+            send(signal, &ids);
+        }
+        step += 1;
+    });
+    assert!(steps == expected, "{steps}\n{expected}");
+    // A snapshot is lost with the process that keeps it; states that were stored are not.
+    let snapshot = run.snapshot().expect("a snapshot");
+    let stored = run.store(&snapshot, &BTreeMap::new()).expect("stored");
+    send("-KILL", &ids);
+    let error = run.restore(&snapshot).expect_err("gone").to_string();
+    assert!(error.contains("another run"), "{error}");
+    let after = run.versions().expect("versions");
+    run.step().expect("a step");
+    run.recall(&stored).expect("recalled");
+    assert_eq!(run.versions().expect("versions"), after);
 }
 
 #[test]

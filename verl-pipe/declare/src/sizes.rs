@@ -64,9 +64,37 @@ pub struct GroupConfig {
     /// Its device: `cpu`, or a GPU by its index (`cuda:0`). `cpu:0-3` is four shares of the cores: each model of the group
     /// has a replica on each, which compute micro-batches at the same time.
     pub devices: String,
+    /// What its worker is.
+    #[serde(default, skip_serializing_if = "WorkerKind::is_thread")]
+    pub worker: WorkerKind,
+}
+
+/// What the worker of a device group is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum WorkerKind {
+    /// A thread of the run's process.
+    #[default]
+    Thread,
+    /// A process on the same machine, which is started again if it is lost.
+    Process,
+}
+
+impl WorkerKind {
+    fn is_thread(&self) -> bool {
+        *self == WorkerKind::Thread
+    }
 }
 
 impl GroupConfig {
+    /// A group whose worker is a thread.
+    pub fn new(devices: impl Into<String>) -> GroupConfig {
+        GroupConfig {
+            devices: devices.into(),
+            worker: WorkerKind::Thread,
+        }
+    }
+
     /// The devices of the group, as [`DevicesConfig::list`] reads them.
     ///
     /// # Errors

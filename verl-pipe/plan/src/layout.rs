@@ -6,6 +6,7 @@
 //! use it, and nowhere else.
 
 use verl_declare::pipe::DataPipe;
+use verl_declare::sizes::WorkerKind;
 use verl_words::diagnostic::{Diagnostic, quoted, suggest};
 use verl_words::stage::{Access, StageSpec};
 
@@ -41,6 +42,7 @@ impl Groups {
                 name: pipe.devices.group.trim().to_owned(),
                 devices: Vec::new(),
                 is_named: false,
+                worker: WorkerKind::Thread,
             });
             return Groups {
                 list: vec![group],
@@ -65,6 +67,7 @@ impl Groups {
                 name: name.clone(),
                 devices,
                 is_named: true,
+                worker: config.worker,
             }
         });
         let list: Vec<DeviceGroup> = list.collect();

@@ -58,6 +58,14 @@ impl Run {
             let Some(host) = &flight.host else {
                 self.abandon_worker(flight.id.0);
                 self.note_abandoned_call(progress, call, &flight);
+                if self.recovers(progress, flight.id.0) {
+                    let reason = format!(
+                        "its call did not end within {:.1} s",
+                        deadline.as_secs_f64()
+                    );
+                    self.recover_call(progress, flight, CallFailure::Lost(reason))?;
+                    continue;
+                }
                 return Err(error);
             };
             let runs = {

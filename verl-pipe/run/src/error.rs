@@ -418,6 +418,21 @@ impl RunError {
     }
 }
 
+impl RunError {
+    /// The error of a worker that was started again `retries` times in a step.
+    pub(crate) fn after_retries(self, retries: u32) -> RunError {
+        match self {
+            RunError::Lost { worker, reason } if retries > 0 => RunError::Lost {
+                worker,
+                reason: format!(
+                    "{reason}; it was started again {retries} times in this step (`run.worker_retries`)"
+                ),
+            },
+            other => other,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -25,6 +25,7 @@ mod observe;
 mod outputs;
 pub mod processor;
 pub mod records;
+mod recovery;
 mod row_errors;
 pub mod runner;
 mod samples;

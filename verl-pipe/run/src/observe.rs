@@ -131,6 +131,26 @@ impl Run {
         input: Batch,
         deadline: Duration,
     ) -> Result<IsolatedOutput, RunError> {
+        loop {
+            match self.call_isolated_once(stage, env, wave, input.clone(), deadline) {
+                Ok(output) => {
+                    self.log_call(stage, &input, wave, env);
+                    return Ok(output);
+                }
+                Err(error @ RunError::Lost { .. }) => self.revive_any(error)?,
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn call_isolated_once(
+        &mut self,
+        stage: usize,
+        env: &Arc<CallEnv>,
+        wave: u64,
+        input: Batch,
+        deadline: Duration,
+    ) -> Result<IsolatedOutput, RunError> {
         let call = self.new_call();
         let cell = Arc::new(Cell::default());
         let rows = describe_rows(&input);

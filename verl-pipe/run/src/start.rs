@@ -1,12 +1,14 @@
 //! Starts a schedule as a [`Run`]: opens data, loads models, starts stages and threads.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crossbeam_channel::{Sender, bounded, unbounded};
+use verl_declare::sizes::WorkerKind;
 use verl_plan::Plan;
+use verl_plan::schedule::groups::DeviceGroup;
 use verl_plan::schedule::placement::{Place, Schedule};
 use verl_words::panics::catch_panic;
 use verl_words::stage::{Cadence, CancelToken, Cardinality, Models, RowRule, Stage};
@@ -16,6 +18,7 @@ use crate::error::RunError;
 use crate::host_pool::HostPool;
 use crate::metrics::metric_roles;
 use crate::notice::WaitThresholds;
+use crate::recovery::Recovery;
 use crate::runner::Run;
 use crate::samples::SampledRows;
 use crate::tap::{NoTap, Tap};
@@ -89,8 +92,14 @@ impl Run {
             deadline,
             reporter: watch.activity_reporter(),
         };
-        let workers = start_workers(&start, options.processes.as_ref())?;
-        drop(start);
+        let processes = process_options(&schedule, &options)?;
+        let is_process: Vec<bool> = schedule
+            .groups()
+            .iter()
+            .map(|group| is_process(group, &options))
+            .collect();
+        let workers = start_workers(&start, processes.as_ref(), &is_process)?;
+        let recovery = Recovery::new(start, processes, &is_process);
         let pool = start_pool(&options, host_sender)?;
         let mut hosts = BTreeMap::new();
         for index in schedule.stages_at(Place::Host) {
@@ -106,7 +115,7 @@ impl Run {
         let copies = Copies::of(&schedule);
         let sampled = SampledRows::of(&schedule);
         let roles = metric_roles(schedule.plan());
-        Ok(Run {
+        let mut run = Run {
             thresholds: WaitThresholds::new(deadline),
             watch,
             schedule,
@@ -120,6 +129,8 @@ impl Run {
             deadline,
             in_order,
             copies,
+            recovery,
+            stashed: VecDeque::new(),
             sampled,
             roles,
             left: BTreeMap::new(),
@@ -127,7 +138,9 @@ impl Run {
             failed_spans: Vec::new(),
             step: 0,
             next_call: 0,
-        })
+        };
+        run.begin_recovery()?;
+        Ok(run)
     }
 }
 
@@ -149,15 +162,46 @@ pub(crate) fn open_data(plan: &Plan) -> Result<OpenData, RunError> {
     Ok(data)
 }
 
+/// Whether the worker of a group is a process.
+fn is_process(group: &DeviceGroup, options: &RunOptions) -> bool {
+    let processes = options.processes.as_ref();
+    group.worker == WorkerKind::Process
+        || processes.is_some_and(|processes| processes.serves(&group.name))
+}
+
+/// How worker processes are started; `None` if there are none.
+fn process_options(
+    schedule: &Schedule,
+    options: &RunOptions,
+) -> Result<Option<ProcessOptions>, RunError> {
+    let mut groups = schedule.groups().iter();
+    let Some(first) = groups.find(|group| is_process(group, options)) else {
+        return Ok(None);
+    };
+    if options.processes.is_some() {
+        return Ok(options.processes.clone());
+    }
+    let program = verl_wire::child::program().ok_or_else(|| RunError::Lost {
+        worker: first.name.clone(),
+        reason: "this program cannot start itself as a worker process\n  help: call `verl::worker_main(verl::registry)` first in `main`, or set `worker = \"thread\"`".to_owned(),
+    })?;
+    let mut processes = ProcessOptions::new(program.clone());
+    let silence = seconds(schedule.plan().pipe().run.worker_deadline_s);
+    processes.settings.heartbeat = processes.settings.heartbeat.min(silence / 4);
+    processes.settings.deadline = silence;
+    Ok(Some(processes))
+}
+
 /// Starts the workers of all groups, which load their models at the same time.
 fn start_workers(
     start: &WorkerStart,
     processes: Option<&ProcessOptions>,
+    is_process: &[bool],
 ) -> Result<Vec<Box<dyn Worker>>, RunError> {
-    let groups = start.schedule.groups().iter().enumerate();
+    let groups = is_process.iter().enumerate();
     let loading: Vec<_> = groups
         .map(
-            |(group, declared)| match processes.filter(|options| options.serves(&declared.name)) {
+            |(group, is_process)| match processes.filter(|_| *is_process) {
                 Some(options) => {
                     ProcessWorker::begin(start, options, group, 1).map(AnyLoading::Process)
                 }

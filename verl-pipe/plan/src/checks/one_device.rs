@@ -79,7 +79,12 @@ pub(crate) fn without_refused(pipe: &DataPipe) -> DevicesConfig {
         true => devices.list().ok(),
         false => Some(vec!["cpu".to_owned()]),
     };
+    // Replicas on shares of the CPU take turns, so no size has to divide by their number.
     let first = list.and_then(|list| list.into_iter().next());
+    let first = first.map(|first| match first.starts_with("cpu:") {
+        true => "cpu".to_owned(),
+        false => first,
+    });
     DevicesConfig {
         group: first.unwrap_or_else(|| devices.group.clone()),
         rollout_tensor_parallel: devices.rollout_tensor_parallel.min(1),

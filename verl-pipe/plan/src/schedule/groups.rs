@@ -1,6 +1,6 @@
 //! Device groups: the devices that one worker thread owns.
 
-use verl_declare::sizes::DevicesConfig;
+use verl_declare::sizes::{DevicesConfig, WorkerKind};
 use verl_words::diagnostic::Diagnostic;
 
 /// Devices with one owner, as `[devices] group` or a section of `[groups]` names them.
@@ -21,6 +21,8 @@ pub struct DeviceGroup {
     pub devices: Vec<String>,
     /// Whether `[groups]` declares it; otherwise it is the group of `[devices]`.
     pub is_named: bool,
+    /// What its worker is.
+    pub worker: WorkerKind,
 }
 
 impl DeviceGroup {
@@ -38,12 +40,13 @@ impl DeviceGroup {
             name: name.trim().to_owned(),
             devices,
             is_named: false,
+            worker: WorkerKind::Thread,
         })
     }
 
     /// Whether all its devices are the CPU or shares of it.
     pub fn is_on_cpu(&self) -> bool {
-        self.devices.iter().all(|device| is_cpu(device))
+        !self.devices.is_empty() && self.devices.iter().all(|device| is_cpu(device))
     }
 
     /// The device that kinds of models know: the first one, where a share of the CPU is the CPU. Empty without devices.

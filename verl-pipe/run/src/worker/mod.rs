@@ -19,7 +19,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError};
 
 use crate::error::RunError;
 pub(crate) use hosted::start_stage;
-pub(crate) use message::{Answer, DeviceCall, Query};
+pub(crate) use message::{Answer, DeviceCall, Query, StoredStates};
 pub use process::ProcessOptions;
 pub(crate) use process::{LoadingProcess, ProcessWorker};
 pub use serving::{GroupServer, WorkerServer, enter, run_worker};
@@ -44,6 +44,9 @@ pub(crate) trait Worker: Send {
 
     /// Gives the worker up: a call or a query did not end, so its state is unknown.
     fn abandon(&mut self);
+
+    /// Whether it is a process that is lost or was given up.
+    fn is_lost(&self) -> bool;
 
     /// Snapshots that nobody needs any more.
     fn dropped(&self) -> &Arc<DroppedSnapshots>;

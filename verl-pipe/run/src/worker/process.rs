@@ -400,6 +400,10 @@ impl Worker for ProcessWorker {
         locked(&self.shared.process).end(Duration::ZERO);
     }
 
+    fn is_lost(&self) -> bool {
+        self.abandoned || locked(&self.shared.waiting).lost.is_some()
+    }
+
     fn dropped(&self) -> &Arc<DroppedSnapshots> {
         &self.dropped
     }
