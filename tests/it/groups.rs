@@ -83,7 +83,8 @@ fn an_actor_that_is_sampled_in_another_group_computes_the_same_bits() {
 fn replicas_compute_the_same_bits() {
     let place = Place::new();
     train_reward_model(&place);
-    let pipes: [&dyn Fn(&[&str]) -> DataPipe; 3] = [
+    type Declared<'a> = &'a dyn Fn(&[&str]) -> DataPipe;
+    let pipes: [Declared<'_>; 3] = [
         &|more| place.grpo("grpo", &[&["batch.micro_batch=2"], more].concat()),
         &|more| ppo_with_reward_model(&place, more),
         &|more| dpo(&place, more),

@@ -338,10 +338,7 @@ fn a_process_leaves_ctrl_c_to_its_run_and_is_lost_when_it_is_stopped() {
         text.contains("it sent nothing for 3.0 s, not even a heartbeat"),
         "{text}"
     );
-    assert!(
-        text.contains("lost: during step 2, stage `prompts`"),
-        "{text}"
-    );
+    assert!(text.contains("lost: during step 2, stage `"), "{text}");
     // The stopped process does not outlive the run.
     let process = fs::read_to_string(&ids).expect("written");
     drop(run);
