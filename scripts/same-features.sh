@@ -21,7 +21,7 @@ compare() {
 }
 # What `cargo build --bin pipe` and `cargo install` select; tests, examples and benches; a single package.
 compare --package verl --edges normal,build
-for package in verl verl-algos verl-declare verl-decoder verl-kernels verl-models verl-pipe verl-plan verl-reshard verl-rollout verl-rules verl-run verl-stages verl-text verl-trace verl-train verl-view verl-words; do
+for package in verl verl-algos verl-collective verl-declare verl-decoder verl-kernels verl-models verl-pipe verl-plan verl-reshard verl-rollout verl-rules verl-run verl-stages verl-text verl-trace verl-train verl-view verl-wire verl-words; do
   compare --package "$package" --edges normal,build,dev
 done
 exit "$different"

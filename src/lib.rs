@@ -54,6 +54,22 @@ pub fn registry() -> Registry {
     verl_stages::register(Registry::new())
 }
 
+/// Makes this program able to serve as the worker processes of its runs. Call it first in `main`, with the registry of
+/// every kind that the program's pipelines use.
+///
+/// In a process that a run started as a worker, this serves and then ends the process. Anywhere else it declares that this
+/// executable can be started as a worker, and returns at once. A worker builds its pipeline from the settings, so stages,
+/// models and data sets must be kinds of the registry, not closures.
+///
+/// ```
+/// verl::worker_main(verl::registry);
+/// // Only the run itself gets here.
+/// assert!(verl::pipe::wire::child::program().is_some());
+/// ```
+pub fn worker_main(registry: impl FnOnce() -> Registry) {
+    verl_pipe::run::worker::enter(registry);
+}
+
 /// What affects the bits of a result besides the code of a run: names and versions for `versions.json`
 /// ([`TrainerOptions::versions`](verl_pipe::run::trainer::TrainerOptions::versions)).
 ///
@@ -76,7 +92,7 @@ pub fn versions() -> Vec<(String, String)> {
 
 /// What a pipeline in Rust needs: the settings of every built-in kind, and the traits and types of custom kinds.
 ///
-/// Losses and estimators are `losses::Dpo`, `estimators::Gae`, since some have the same name.
+/// Losses, estimators and engines are `losses::Dpo`, `estimators::Gae`, `engines::Native`: some have the same name.
 ///
 /// A program that depends only on this crate derives settings through it:
 ///
@@ -167,6 +183,7 @@ pub mod prelude {
     pub use verl_stages::data::jsonl::Jsonl;
     pub use verl_stages::data::parquet::Parquet;
     pub use verl_stages::distill::{Distill, DivergenceName, Tail};
+    pub use verl_stages::engines::{self, Engine};
     pub use verl_stages::episodes::Episodes;
     pub use verl_stages::estimators::{self, Estimator};
     pub use verl_stages::evaluate::Evaluate;

@@ -65,6 +65,9 @@ enum Command {
     /// Converts a model in another format into a Hugging Face folder.
     #[command(subcommand)]
     Import(Import),
+    /// Serves a device group of the run that starts this process; not for use by hand.
+    #[command(hide = true)]
+    Worker,
 }
 
 #[derive(Debug, Subcommand)]
@@ -109,6 +112,7 @@ fn main() -> ExitCode {
         return environment_error(&error);
     }
     let registry = verl::registry();
+    cli::worker::register();
     let mut out = Output(Some(std::io::stdout().lock()));
     let result = match cli.command {
         Command::Train(args) => {
@@ -117,6 +121,10 @@ fn main() -> ExitCode {
             let kernels = Arc::new(GpuKernels::counted());
             let status = cli::train::train(&args, &registry, versions, Some(kernels));
             return ExitCode::from(status);
+        }
+        Command::Worker => {
+            drop(out);
+            return ExitCode::from(cli::worker::worker(registry));
         }
         Command::Warmup(args) => {
             let kernels = Arc::new(GpuKernels::counted());

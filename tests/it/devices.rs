@@ -17,7 +17,7 @@ fn findings(place: &Place, group: &str) -> Vec<Diagnostic> {
 fn invalid_device_names_are_errors() {
     let place = Place::new();
     for group in [
-        "gpu", "gpu:0", "cpu:0", "cpu:0-1", "cuda:x", "cuda:1-0", "\"\"",
+        "gpu", "gpu:0", "cpu:0", "cpu:1-0", "cuda:x", "cuda:1-0", "\"\"",
     ] {
         let found = findings(&place, group);
         let codes: Vec<&str> = found.iter().map(|finding| finding.code).collect();

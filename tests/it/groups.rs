@@ -1,13 +1,15 @@
 //! Pipelines over several device groups compute what they compute in one.
 
+use verl::pipe::run::metrics::StepMetrics;
 use verl::pipe::run::runner::Run;
 use verl::prelude::*;
 
 use crate::critic::{ppo_with_reward_model, train_reward_model};
 use crate::kit::{Place, start};
+use crate::preferences::dpo;
 
 /// The actor and its critic in one group, the models that only score in another.
-const TWO_GROUPS: &[&str] = &[
+pub const TWO_GROUPS: &[&str] = &[
     "groups.train.devices=cpu",
     "groups.score.devices=cpu",
     "devices.group=train",
@@ -16,19 +18,25 @@ const TWO_GROUPS: &[&str] = &[
 ];
 
 /// Metrics of three steps without times, and the versions of all models after them.
-fn three_steps(run: &mut Run) -> String {
-    let mut steps = Vec::new();
-    for _ in 0..3 {
+pub fn three_steps(run: &mut Run) -> String {
+    steps_with(run, 3, &mut |_| {})
+}
+
+/// As [`three_steps`], with `each` after every step.
+pub fn steps_with(run: &mut Run, steps: usize, each: &mut dyn FnMut(&StepMetrics)) -> String {
+    let mut all = Vec::new();
+    for _ in 0..steps {
         let output = run.step().expect("a step");
+        each(&output.metrics);
         let mut values = output.metrics.values;
         values.retain(|name, _| !name.starts_with("perf/"));
-        steps.push((values, output.samples));
+        all.push((values, output.samples));
     }
-    format!("{steps:?}\n{:?}", run.versions().expect("versions"))
+    format!("{all:?}\n{:?}", run.versions().expect("versions"))
 }
 
 /// Sampling and evaluation in a group of their own, with a copy of the actor.
-const ROLLOUT_GROUP: &[&str] = &[
+pub const ROLLOUT_GROUP: &[&str] = &[
     "groups.train.devices=cpu",
     "groups.rollout.devices=cpu",
     "devices.group=train",
@@ -69,6 +77,35 @@ fn an_actor_that_is_sampled_in_another_group_computes_the_same_bits() {
     // Restored weights travel again.
     run.restore(&before).expect("a snapshot of this run");
     assert!(two == observed(&mut run), "a restored run differs");
+}
+
+#[test]
+fn replicas_compute_the_same_bits() {
+    let place = Place::new();
+    train_reward_model(&place);
+    type Declared<'a> = &'a dyn Fn(&[&str]) -> DataPipe;
+    let pipes: [Declared<'_>; 3] = [
+        &|more| place.grpo("grpo", &[&["batch.micro_batch=2"], more].concat()),
+        &|more| ppo_with_reward_model(&place, more),
+        &|more| dpo(&place, more),
+    ];
+    for pipe in pipes {
+        let one = three_steps(&mut start(&pipe(&[])));
+        for devices in ["cpu:0-1", "cpu:0-2", "cpu:0-3"] {
+            let setting = format!("devices.group={devices}");
+            let many = three_steps(&mut start(&pipe(&[&setting])));
+            assert!(one == many, "one: {one}\n{devices}: {many}");
+        }
+    }
+    // Replicas that are sampled by replicas in another group.
+    let one = three_steps(&mut start(&place.grpo("one", &[])));
+    let groups = [
+        "groups.train.devices=cpu:0-1",
+        "groups.rollout.devices=cpu:0-2",
+    ];
+    let more = [ROLLOUT_GROUP, &groups].concat();
+    let many = three_steps(&mut start(&place.grpo("many", &more)));
+    assert!(one == many, "one: {one}\nmany: {many}");
 }
 
 #[test]

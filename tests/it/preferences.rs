@@ -29,6 +29,11 @@ const SMALL: [&str; 4] = [
     "evaluate.questions=8",
 ];
 
+/// The example of DPO with small steps.
+pub fn dpo(place: &Place, more: &[&str]) -> DataPipe {
+    example(place, "dpo_addition.toml", &[&SMALL[..], more].concat())
+}
+
 /// The metrics of a step that depend only on the seed.
 fn decided(output: StepOutput) -> Vec<(String, f64)> {
     let values = output.metrics.values.into_iter();

@@ -32,8 +32,12 @@ fn the_settings_of_every_built_in_kind_are_in_the_prelude() {
         .filter(|path| !prelude.contains(name(path)))
         .collect();
     assert!(missing.is_empty(), "add them to src/lib.rs: {missing:?}");
-    // Losses and estimators with the same name are distinguished by their module.
-    for (slot, module) in [("loss", "losses"), ("estimator", "estimators")] {
+    // Parts with the same name are distinguished by their module.
+    for (slot, module) in [
+        ("loss", "losses"),
+        ("estimator", "estimators"),
+        ("engine", "engines"),
+    ] {
         assert!(prelude.contains(module));
         for kind in registry.slot(slot).expect("the slot").iter() {
             let path = format!("verl_stages::{module}::");

@@ -14,16 +14,11 @@ use verl::prelude::*;
 
 use crate::kit::{GRPO, Place, root, save_value_model};
 
-/// A started run whose edges are observed by `tap`.
-fn tapped(pipe: &DataPipe, tap: Arc<MemoryTap>, host_threads: usize) -> Run {
+/// A started run.
+fn started(pipe: &DataPipe, options: RunOptions) -> Run {
     let plan = pipe
         .plan()
         .unwrap_or_else(|findings| panic!("{}", Findings(findings)));
-    let options = RunOptions {
-        tap,
-        host_threads,
-        ..RunOptions::default()
-    };
     let schedule = plan.schedule().expect("one device group");
     Run::start(schedule, options).expect("a started run")
 }
@@ -31,8 +26,21 @@ fn tapped(pipe: &DataPipe, tap: Arc<MemoryTap>, host_threads: usize) -> Run {
 /// Runs `steps` steps on a number of host threads and returns them as recorded, with states and versions of weights,
 /// and the run as it was before the first of them.
 pub fn record_on(pipe: &DataPipe, steps: u64, host_threads: usize) -> (Vec<RecordedStep>, Run) {
+    let options = RunOptions {
+        host_threads,
+        ..RunOptions::default()
+    };
+    record_with(pipe, steps, options)
+}
+
+/// Like [`record_on`], with other options.
+pub fn record_with(pipe: &DataPipe, steps: u64, options: RunOptions) -> (Vec<RecordedStep>, Run) {
     let tap = Arc::new(MemoryTap::default());
-    let mut run = tapped(pipe, tap.clone(), host_threads);
+    let options = RunOptions {
+        tap: tap.clone(),
+        ..options
+    };
+    let mut run = started(pipe, options);
     let mut all = Vec::new();
     for step in 1..=steps {
         let state = run.snapshot().expect("a snapshot");

@@ -26,6 +26,7 @@ pub fn sources(root: &Path) -> Vec<(String, String)> {
     for package in [
         "src",
         "verl-algos/src",
+        "verl-models/collective/src",
         "verl-models/decoder/src",
         "verl-models/kernels/src",
         "verl-models/reshard/src",
@@ -40,6 +41,7 @@ pub fn sources(root: &Path) -> Vec<(String, String)> {
         "verl-pipe/trace/src",
         "verl-pipe/train/src",
         "verl-pipe/view/src",
+        "verl-pipe/wire/src",
         "verl-pipe/words/src",
         "verl-stages/src",
     ] {

@@ -9,7 +9,7 @@ use crate::model::{ModelError, PackedValues, ScoreRow, TrainedModel, ValueInterf
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::packing::{Layout, TrainingBatch};
 use crate::rows::{self, Call, CallLimits};
-use crate::trained::{Trained, trained_model};
+use crate::trained::{Backward, Trained, trained_model};
 
 /// A value model with an optimiser, or a frozen one without.
 ///
@@ -38,7 +38,7 @@ use crate::trained::{Trained, trained_model};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Critic<M: ValueInterface> {
-    trained: Trained<M>,
+    pub(crate) trained: Trained<M>,
 }
 
 impl<M: ValueInterface> Critic<M> {
@@ -76,10 +76,6 @@ impl<M: ValueInterface> Critic<M> {
     /// The model is frozen, or the file cannot be read or belongs to another model.
     pub fn load_optimizer(&mut self, path: &Path) -> Result<(), ModelError> {
         self.trained.load_optimizer(path)
-    }
-
-    fn check(&self, rows: &[ScoreRow<'_>]) -> Result<(), ModelError> {
-        rows::check(rows, self.vocab_size(), self.max_tokens())
     }
 
     /// Values at the positions that `wanted` returns for each row; `length` is how many tokens of a row the model must
@@ -131,16 +127,77 @@ fn at_least_f32(values: Tensor<2>) -> Tensor<2> {
     }
 }
 
+/// The backward pass of [`ValueModel::accumulate`].
+///
+/// # Errors
+/// As [`ValueModel::accumulate`].
+pub(crate) fn backward<M: ValueInterface>(
+    trained: &Trained<M>,
+    rows: &[ScoreRow<'_>],
+    select: &dyn Fn(usize, usize) -> bool,
+    loss: &mut dyn FnMut(PackedValues) -> Tensor<1>,
+) -> Result<Backward, ModelError> {
+    check(trained, rows)?;
+    trained.check_trainable()?;
+    let Some(batch) = TrainingBatch::new(rows, select, Layout::Padded) else {
+        return Ok(Backward::NOTHING);
+    };
+    trained.backward(|module, device| {
+        let height = batch.rows.len();
+        let picked = batch.rows.iter().map(|&row| &rows[row]);
+        let ids = rows::padded_ids(picked, height, batch.width, device);
+        let values = at_least_f32(module.values(ids)).reshape([height * batch.width]);
+        loss(PackedValues {
+            values: values.select(0, batch.packed.states(device)),
+            rows: batch.packed.rows,
+        })
+    })
+}
+
+/// The backward pass of [`ValueModel::accumulate_scores`].
+///
+/// # Errors
+/// As [`ValueModel::accumulate_scores`].
+pub(crate) fn backward_scores<M: ValueInterface>(
+    trained: &Trained<M>,
+    rows: &[ScoreRow<'_>],
+    loss: &mut dyn FnMut(Tensor<1>) -> Tensor<1>,
+) -> Result<Backward, ModelError> {
+    check(trained, rows)?;
+    trained.check_trainable()?;
+    let last = rows.iter().map(|row| state(row, row.response.len()));
+    let last: Vec<usize> = last.collect();
+    let Some(width) = last.iter().max().map(|last| last + 1) else {
+        return Ok(Backward::NOTHING);
+    };
+    trained.backward(|module, device| {
+        let ids = rows::padded_ids(rows.iter(), rows.len(), width, device);
+        let values = at_least_f32(module.values(ids)).reshape([rows.len() * width]);
+        let places = last.iter().enumerate();
+        let places = places.map(|(row, last)| (row * width + last) as i32);
+        loss(values.select(0, kernels::indices(places.collect(), device)))
+    })
+}
+
+/// Refuses rows that the model cannot read.
+pub(crate) fn check<M: ValueInterface>(
+    trained: &Trained<M>,
+    rows: &[ScoreRow<'_>],
+) -> Result<(), ModelError> {
+    let module = trained.module();
+    rows::check(rows, module.vocab_size(), module.max_tokens())
+}
+
 impl<M: ValueInterface> ValueModel for Critic<M> {
     fn values(&self, rows: &[ScoreRow<'_>]) -> Result<Vec<Vec<f32>>, ModelError> {
-        self.check(rows)?;
+        check(&self.trained, rows)?;
         let tokens = |row: &ScoreRow<'_>| row.response.len();
         let length = |row: &ScoreRow<'_>| (tokens(row) > 0).then(|| state(row, tokens(row)));
         Ok(self.read(rows, length, |row| state(row, 0)..state(row, tokens(row))))
     }
 
     fn scores(&self, rows: &[ScoreRow<'_>]) -> Result<Vec<f32>, ModelError> {
-        self.check(rows)?;
+        check(&self.trained, rows)?;
         let last = |row: &ScoreRow<'_>| state(row, row.response.len());
         let scores = self.read(
             rows,
@@ -156,21 +213,8 @@ impl<M: ValueInterface> ValueModel for Critic<M> {
         select: &dyn Fn(usize, usize) -> bool,
         loss: &mut dyn FnMut(PackedValues) -> Tensor<1>,
     ) -> Result<f64, ModelError> {
-        self.check(rows)?;
-        self.trained.check_trainable()?;
-        let Some(batch) = TrainingBatch::new(rows, select, Layout::Padded) else {
-            return Ok(0.0);
-        };
-        self.trained.accumulate(|module, device| {
-            let height = batch.rows.len();
-            let picked = batch.rows.iter().map(|&row| &rows[row]);
-            let ids = rows::padded_ids(picked, height, batch.width, device);
-            let values = at_least_f32(module.values(ids)).reshape([height * batch.width]);
-            loss(PackedValues {
-                values: values.select(0, batch.packed.states(device)),
-                rows: batch.packed.rows,
-            })
-        })
+        let done = backward(&self.trained, rows, select, loss)?;
+        self.trained.add(done)
     }
 
     fn accumulate_scores(
@@ -178,20 +222,8 @@ impl<M: ValueInterface> ValueModel for Critic<M> {
         rows: &[ScoreRow<'_>],
         loss: &mut dyn FnMut(Tensor<1>) -> Tensor<1>,
     ) -> Result<f64, ModelError> {
-        self.check(rows)?;
-        self.trained.check_trainable()?;
-        let last = rows.iter().map(|row| state(row, row.response.len()));
-        let last: Vec<usize> = last.collect();
-        let Some(width) = last.iter().max().map(|last| last + 1) else {
-            return Ok(0.0);
-        };
-        self.trained.accumulate(|module, device| {
-            let ids = rows::padded_ids(rows.iter(), rows.len(), width, device);
-            let values = at_least_f32(module.values(ids)).reshape([rows.len() * width]);
-            let places = last.iter().enumerate();
-            let places = places.map(|(row, last)| (row * width + last) as i32);
-            loss(values.select(0, kernels::indices(places.collect(), device)))
-        })
+        let done = backward_scores(&self.trained, rows, loss)?;
+        self.trained.add(done)
     }
 }
 

@@ -21,8 +21,10 @@ pub mod model;
 pub mod optim;
 mod packing;
 pub mod policy;
+pub mod replicas;
 pub mod reshard;
 mod rows;
+pub mod sampled;
 #[cfg(test)]
 mod toy;
 mod trained;
@@ -46,5 +48,5 @@ pub mod kernels {
 
 /// Rollout engines: prompts in, sampled responses out.
 pub mod rollout {
-    pub use verl_rollout::{EngineKind, batched, eager, engine, sampling, stop};
+    pub use verl_rollout::{Cancel, Decoding, batched, eager, engine, native, sampling, stop};
 }

@@ -40,6 +40,8 @@ pub struct Footprint {
     pub kept_logits: u64,
     /// Copies of weights that training keeps for the backward pass.
     pub copies: u64,
+    /// What the [native engine](verl_rollout::native) keeps between calls.
+    pub engine: u64,
 }
 
 /// How and where a decoder is used.
@@ -71,6 +73,7 @@ pub struct Usage<'a> {
 /// - kept logits: on a GPU V b per token, up to 3 GiB
 /// - copies: on a GPU b D (H Dh + 2 K Dh + 2 I) per layer, because the projections of a half are multiplied as one
 ///   matrix; with recomputation, only for one layer
+/// - engine: on the CPU 4 bytes per parameter, without the embedding of an untied decoder: the packed weights
 ///
 /// ```
 /// use burn::tensor::DType;
@@ -145,7 +148,21 @@ pub fn footprint(config: &DecoderConfig, usage: Usage<'_>) -> Footprint {
             (true, false) => (layers * joined) as u64,
             (true, true) => joined as u64,
         },
+        engine: if on_gpu || !scores_tokens {
+            0
+        } else {
+            4 * packed(config)
+        },
     }
+}
+
+/// Parameters that the rollout packs: all but the embedding, unless it is also the head.
+fn packed(config: &DecoderConfig) -> u64 {
+    let embedding = match config.tied_head {
+        true => 0,
+        false => config.vocab_size * config.hidden_size,
+    };
+    config.num_parameters() - embedding as u64
 }
 
 fn logits(config: &DecoderConfig, element: usize, on_gpu: bool) -> u64 {
@@ -238,9 +255,25 @@ mod tests {
             },
         );
         assert_eq!(values.logits, 0);
+        assert_eq!((values.engine, bf16.engine), (0, 0));
         let cpu = footprint(&qwen(), CPU);
         assert_eq!((cpu.cache_rows, cpu.cache_share), ([1, 64], None));
         assert_eq!(cpu.kept_per_token, f32.kept_per_token);
+    }
+
+    #[test]
+    fn the_embedding_is_only_packed_as_a_head() {
+        let tied = DecoderConfig {
+            tied_head: true,
+            ..qwen()
+        };
+        let untied = DecoderConfig {
+            tied_head: false,
+            ..qwen()
+        };
+        let packed = 4 * tied.num_parameters();
+        assert_eq!(footprint(&tied, CPU).engine, packed);
+        assert_eq!(footprint(&untied, CPU).engine, packed);
     }
 
     #[test]

@@ -10,19 +10,23 @@
 //! [`Policy`]: crate::policy::Policy
 
 mod listed;
+mod round;
 mod trained;
 mod value;
 
 use std::any::Any;
 
 use burn::tensor::Tensor;
-use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use verl_rollout::engine::{
+    EngineWeights, OutputSink, RolloutError, RolloutRequest, SamplingSettings,
+};
 
 pub use verl_decoder::error::ModelError;
 pub use verl_kernels::scoring::Extras;
 pub use verl_rollout::interface::{ModelInterface, ParameterGroup};
 
 pub use listed::{ListedTokens, PackedListed, TopTokens};
+pub use round::{Round, RoundError, SelectInRound};
 pub use trained::TrainedModel;
 pub use value::{PackedValues, ValueInterface, ValueModel};
 
@@ -33,6 +37,13 @@ pub struct ScoreRow<'a> {
     pub prompt: &'a [u32],
     /// Response token ids, possibly none.
     pub response: &'a [u32],
+}
+
+impl ScoreRow<'_> {
+    /// Tokens of prompt and response.
+    pub(crate) fn len(&self) -> usize {
+        self.prompt.len() + self.response.len()
+    }
 }
 
 /// Log-probs (and other requested statistics) of the response tokens of a row, under the full softmax of logits divided
@@ -70,17 +81,21 @@ pub struct StepReport {
 
 /// A language model with its optimiser, as stages use it; object-safe. Implemented by
 /// [`Policy`](crate::policy::Policy). Whoever needs more than this interface downcasts it, which [`Any`] allows.
-pub trait PolicyModel: TrainedModel + Any {
-    /// See [`ModelInterface::generate`].
+pub trait PolicyModel: TrainedModel + EngineWeights + Any {
+    /// Samples from the current weights, once: nothing is kept for the next call. [`SampledPolicy`] keeps what it can.
     ///
     /// # Errors
     /// As [`ModelInterface::generate`].
+    ///
+    /// [`SampledPolicy`]: crate::sampled::SampledPolicy
     fn generate(
         &self,
         requests: &[RolloutRequest],
         settings: &SamplingSettings,
-        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
-    ) -> Result<(), RolloutError>;
+        on_done: &mut OutputSink<'_>,
+    ) -> Result<(), RolloutError> {
+        self.prepare()?.generate(requests, settings, on_done)
+    }
 
     /// Log-probs of the responses without gradient. The result of a row does not depend on the other rows.
     ///
@@ -106,6 +121,30 @@ pub trait PolicyModel: TrainedModel + Any {
         entropies: bool,
         loss: &mut dyn FnMut(PackedScores) -> Tensor<1>,
     ) -> Result<f64, ModelError>;
+
+    /// [`PolicyModel::accumulate`] for each micro-batch of a round, which a model with replicas computes at the same time.
+    /// `loss` is called with the position of the micro-batch. Returns the losses in the order of the round.
+    ///
+    /// # Errors
+    /// As [`PolicyModel::accumulate`]: the first one in the order of the round.
+    fn accumulate_round(
+        &mut self,
+        round: &Round<'_>,
+        select: &SelectInRound<'_>,
+        temperature: f64,
+        entropies: bool,
+        loss: &(dyn Fn(usize, PackedScores) -> Tensor<1> + Sync),
+    ) -> Result<Vec<f64>, RoundError> {
+        round::one_by_one(round.len(), |micro| {
+            self.accumulate(
+                &round[micro],
+                &|row, token| select(micro, row, token),
+                temperature,
+                entropies,
+                &mut |packed| loss(micro, packed),
+            )
+        })
+    }
 
     /// The `top_k` most probable tokens of the vocabulary at the position of each response token, without gradient. The
     /// result of a row does not depend on the other rows. A model that can only score given tokens returns an error.
@@ -139,6 +178,30 @@ pub trait PolicyModel: TrainedModel + Any {
     ) -> Result<f64, ModelError> {
         Err(ModelError::Unsupported {
             what: "log-probs of listed tokens",
+        })
+    }
+
+    /// [`PolicyModel::accumulate_listed`] for each micro-batch of a round, as [`PolicyModel::accumulate_round`]; `listed` has
+    /// the lists of each micro-batch.
+    ///
+    /// # Errors
+    /// As [`PolicyModel::accumulate_listed`]: the first one in the order of the round.
+    fn accumulate_listed_round(
+        &mut self,
+        round: &Round<'_>,
+        listed: &[ListedTokens<'_>],
+        select: &SelectInRound<'_>,
+        temperature: f64,
+        loss: &(dyn Fn(usize, PackedListed) -> Tensor<1> + Sync),
+    ) -> Result<Vec<f64>, RoundError> {
+        round::one_by_one(round.len(), |micro| {
+            self.accumulate_listed(
+                &round[micro],
+                &listed[micro],
+                &|row, token| select(micro, row, token),
+                temperature,
+                &mut |packed| loss(micro, packed),
+            )
         })
     }
 }

@@ -1,13 +1,13 @@
 //! A model with its optimiser, as stages use it.
 
-mod listed;
+pub(crate) mod listed;
 
 use std::path::Path;
 
 use burn::tensor::{Device, Tensor};
 use verl_kernels as kernels;
 use verl_kernels::scoring::{Extras, TokenScores};
-use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use verl_rollout::engine::{EngineWeights, PreparedModel, RolloutError, WeightTensor};
 
 use crate::model::{
     ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel, ScoreRow,
@@ -16,7 +16,7 @@ use crate::model::{
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::packing::{Layout, Packed, TrainingBatch};
 use crate::rows::{self, Call, CallLimits, PackedCall, TRAIN_CHUNK};
-use crate::trained::{Trained, trained_model};
+use crate::trained::{Backward, Trained, trained_model};
 
 /// A model with an optimiser, or a frozen one without.
 ///
@@ -62,10 +62,6 @@ impl<M: ModelInterface> Policy<M> {
     /// The model is frozen, or the file cannot be read or belongs to another model.
     pub fn load_optimizer(&mut self, path: &Path) -> Result<(), ModelError> {
         self.trained.load_optimizer(path)
-    }
-
-    fn check(&self, rows: &[ScoreRow<'_>]) -> Result<(), ModelError> {
-        rows::check(rows, self.vocab_size(), self.max_tokens())
     }
 }
 
@@ -154,23 +150,71 @@ fn scores_of(packed: &Packed, found: TokenScores, rows: usize) -> Vec<Scores> {
     scores
 }
 
-impl<M: ModelInterface> PolicyModel for Policy<M> {
-    fn generate(
-        &self,
-        requests: &[RolloutRequest],
-        settings: &SamplingSettings,
-        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
-    ) -> Result<(), RolloutError> {
-        self.module().generate(requests, settings, on_done)
+/// The backward pass of [`PolicyModel::accumulate`].
+///
+/// # Errors
+/// As [`PolicyModel::accumulate`].
+pub(crate) fn backward<M: ModelInterface>(
+    trained: &Trained<M>,
+    rows: &[ScoreRow<'_>],
+    select: &dyn Fn(usize, usize) -> bool,
+    temperature: f64,
+    entropies: bool,
+    loss: &mut dyn FnMut(PackedScores) -> Tensor<1>,
+) -> Result<Backward, ModelError> {
+    check(trained, rows)?;
+    trained.check_trainable()?;
+    let layout = Layout::of(trained.module());
+    let Some(batch) = TrainingBatch::new(rows, select, layout) else {
+        return Ok(Backward::NOTHING);
+    };
+    trained.backward(|module, device| {
+        let hidden = batch.hidden(module, rows, device);
+        let packed = batch.packed;
+        let extras = Extras {
+            entropies,
+            ..Extras::NONE
+        };
+        let head = module.head();
+        let scores = packed.score(hidden, head, device, temperature, extras, TRAIN_CHUNK);
+        loss(PackedScores {
+            log_probs: scores.log_probs,
+            entropies: scores.entropies,
+            rows: packed.rows,
+        })
+    })
+}
+
+/// Refuses rows that the model cannot read.
+pub(crate) fn check<M: ModelInterface>(
+    trained: &Trained<M>,
+    rows: &[ScoreRow<'_>],
+) -> Result<(), ModelError> {
+    let module = trained.module();
+    rows::check(rows, module.vocab_size(), module.max_tokens())
+}
+
+impl<M: ModelInterface> EngineWeights for Policy<M> {
+    fn prepare(&self) -> Result<Box<dyn PreparedModel>, RolloutError> {
+        self.module().prepare()
     }
 
+    fn tensors(
+        &self,
+        each: &mut dyn FnMut(WeightTensor<'_>) -> Result<(), RolloutError>,
+    ) -> Result<(), RolloutError> {
+        self.trained.tensors(each)
+    }
+}
+
+impl<M: ModelInterface> PolicyModel for Policy<M> {
     fn score(
         &self,
         rows: &[ScoreRow<'_>],
         temperature: f64,
         extras: Extras,
     ) -> Result<Vec<Scores>, ModelError> {
-        self.check(rows)?;
+        check(&self.trained, rows)?;
         let device = self.trained.device();
         let limits = CallLimits::of(&device);
         let scoring = Scoring {
@@ -213,27 +257,8 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
         entropies: bool,
         loss: &mut dyn FnMut(PackedScores) -> Tensor<1>,
     ) -> Result<f64, ModelError> {
-        self.check(rows)?;
-        self.trained.check_trainable()?;
-        let layout = Layout::of(self.module());
-        let Some(batch) = TrainingBatch::new(rows, select, layout) else {
-            return Ok(0.0);
-        };
-        self.trained.accumulate(|module, device| {
-            let hidden = batch.hidden(module, rows, device);
-            let packed = batch.packed;
-            let extras = Extras {
-                entropies,
-                ..Extras::NONE
-            };
-            let head = module.head();
-            let scores = packed.score(hidden, head, device, temperature, extras, TRAIN_CHUNK);
-            loss(PackedScores {
-                log_probs: scores.log_probs,
-                entropies: scores.entropies,
-                rows: packed.rows,
-            })
-        })
+        let done = backward(&self.trained, rows, select, temperature, entropies, loss)?;
+        self.trained.add(done)
     }
 
     fn top_tokens(
@@ -242,7 +267,7 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
         top_k: usize,
         temperature: f64,
     ) -> Result<Vec<TopTokens>, ModelError> {
-        self.check(rows)?;
+        check(&self.trained, rows)?;
         listed::top_tokens(&self.trained, rows, top_k, temperature)
     }
 
@@ -254,8 +279,8 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
         temperature: f64,
         loss: &mut dyn FnMut(PackedListed) -> Tensor<1>,
     ) -> Result<f64, ModelError> {
-        self.check(rows)?;
-        listed::accumulate(&mut self.trained, rows, listed, select, temperature, loss)
+        let done = listed::backward(&self.trained, rows, listed, select, temperature, loss)?;
+        self.trained.add(done)
     }
 }
 

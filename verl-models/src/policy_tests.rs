@@ -5,6 +5,7 @@ use verl_decoder::decoder::Decoder;
 use verl_decoder::hf::SaveDType;
 use verl_decoder::parameters::{cast, visit_parameters};
 use verl_kernels::random::{DrawKey, Purpose};
+use verl_rollout::engine::{RolloutRequest, SamplingSettings};
 
 use super::*;
 use crate::bench::preset;

@@ -10,10 +10,13 @@ use burn::module::{Module, ParamId};
 use burn::tensor::{Device, Tensor};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
+use verl_decoder::parameters::visit_parameters;
 use verl_kernels::device::DeviceKind;
 use verl_reshard::Staging;
+use verl_rollout::engine::{RolloutError, WeightTensor};
 
 use crate::model::{ModelError, ParameterGroup, StepReport};
+use crate::optim::accumulate::Collected;
 use crate::optim::{
     AdamW, GradientAccumulator, OptimizerConfig, OptimizerConfigError, TrainableParameters,
 };
@@ -33,9 +36,26 @@ pub(crate) struct Trained<M: Module> {
 
 /// The training state of a module.
 pub(crate) struct Training {
-    parameters: TrainableParameters,
+    pub(crate) parameters: TrainableParameters,
     pub(crate) accumulator: GradientAccumulator,
-    optimizer: AdamW,
+    pub(crate) optimizer: AdamW,
+}
+
+/// The outcome of a backward pass.
+#[derive(Debug)]
+pub(crate) struct Backward {
+    /// The loss.
+    pub loss: f64,
+    /// The gradients; `None` if nothing is trained.
+    pub gradients: Option<Collected>,
+}
+
+impl Backward {
+    /// The outcome if no token is trained on.
+    pub const NOTHING: Backward = Backward {
+        loss: 0.0,
+        gradients: None,
+    };
 }
 
 /// Implements [`TrainedModel`](crate::model::TrainedModel) for `$model` by its [`Trained`] module, which is the field
@@ -51,6 +71,10 @@ macro_rules! trained_model {
 
             fn optimizer_steps(&self) -> u64 {
                 self.$($trained).+.optimizer_steps()
+            }
+
+            fn round_len(&self) -> usize {
+                self.$($trained).+.round_len()
             }
 
             fn weights_hash(&self) -> String {
@@ -109,9 +133,9 @@ macro_rules! trained_model {
 pub(crate) use trained_model;
 
 /// Weights and optimiser at a point in time.
-struct Snapshot {
-    weights: Vec<(ParamId, Tensor<1>)>,
-    optimizer: Option<AdamW>,
+pub(crate) struct Snapshot {
+    pub(crate) weights: Vec<(ParamId, Tensor<1>)>,
+    pub(crate) optimizer: Option<AdamW>,
 }
 
 impl<M: Module> Trained<M> {
@@ -141,6 +165,20 @@ impl<M: Module> Trained<M> {
             training,
             staging: None,
         })
+    }
+
+    /// A frozen model that shares the buffers of `module`, which does not track gradients.
+    pub(crate) fn frozen(module: M) -> Self {
+        Trained {
+            module: Some(module),
+            training: None,
+            staging: None,
+        }
+    }
+
+    /// Micro-batches that are computed at the same time.
+    pub(crate) fn round_len(&self) -> usize {
+        1
     }
 
     /// # Panics
@@ -206,16 +244,39 @@ impl<M: Module> Trained<M> {
     /// Computes the loss of a forward pass with autodiff and adds its gradients to the f32 accumulators.
     ///
     /// # Errors
-    /// The model is frozen, the loss is not a single number, or the loss or a gradient is not finite (the accumulators
-    /// are then unchanged).
+    /// As [`Trained::backward`]; the accumulators are then unchanged.
     pub(crate) fn accumulate(
         &mut self,
         loss: impl FnOnce(&M, &Device) -> Tensor<1>,
     ) -> Result<f64, ModelError> {
-        let device = self.device().autodiff();
+        let done = self.backward(loss)?;
+        self.add(done)
+    }
+
+    /// Adds the gradients of a backward pass to the f32 accumulators; returns its loss.
+    ///
+    /// # Errors
+    /// [`ModelError::Frozen`].
+    pub(crate) fn add(&mut self, done: Backward) -> Result<f64, ModelError> {
         let training = self.training.as_mut().ok_or(ModelError::Frozen)?;
-        let module = self.module.as_ref().expect(PRESENT);
-        let module = training.parameters.differentiable(module);
+        if let Some(gradients) = done.gradients {
+            training.accumulator.add_collected(gradients);
+        }
+        Ok(done.loss)
+    }
+
+    /// Computes the loss of a forward pass with autodiff, and its gradients in f32.
+    ///
+    /// # Errors
+    /// The model is frozen, the loss is not a single number, or the loss or a gradient is not finite.
+    pub(crate) fn backward(
+        &self,
+        loss: impl FnOnce(&M, &Device) -> Tensor<1>,
+    ) -> Result<Backward, ModelError> {
+        let device = self.device().autodiff();
+        let training = self.training.as_ref().ok_or(ModelError::Frozen)?;
+        let parameters = &training.parameters;
+        let module = parameters.differentiable(self.module());
         let loss = loss(&module, &device);
         let values = loss.shape().num_elements();
         if values != 1 {
@@ -228,16 +289,13 @@ impl<M: Module> Trained<M> {
                 value,
             });
         }
-        if loss.is_tracked() {
-            let gradients = loss.backward();
-            let Training {
-                parameters,
-                accumulator,
-                ..
-            } = training;
-            accumulator.add(parameters, &module, gradients)?;
-        }
-        Ok(value)
+        let gradients = loss
+            .is_tracked()
+            .then(|| Collected::of(parameters, &module, loss.backward()));
+        Ok(Backward {
+            loss: value,
+            gradients: gradients.transpose()?,
+        })
     }
 
     /// # Errors
@@ -259,14 +317,20 @@ impl<M: Module> Trained<M> {
     /// A folder in f32 then contains the trained weights, and one in bf16 the module's own weights, which are the
     /// rounded ones.
     pub(crate) fn exported(&self) -> M {
+        let optimizer = self.training.as_ref().map(|training| &training.optimizer);
+        self.exported_with(optimizer)
+    }
+
+    /// [`Trained::exported`] with the weights of this optimiser.
+    pub(crate) fn exported_with(&self, optimizer: Option<&AdamW>) -> M {
         let module = self.module().clone();
-        let masters = self.training.as_ref().map(|training| {
-            let parameters = &training.parameters;
-            training.optimizer.masters_by_id(parameters)
-        });
-        match masters {
-            Some(weights) if !weights.is_empty() => module.map(&mut Loader { weights }),
-            _ => module,
+        let (Some(training), Some(optimizer)) = (&self.training, optimizer) else {
+            return module;
+        };
+        let weights = optimizer.masters_by_id(&training.parameters);
+        match weights.is_empty() {
+            true => module,
+            false => module.map(&mut Loader { weights }),
         }
     }
 
@@ -286,6 +350,36 @@ impl<M: Module> Trained<M> {
         }
         let digest = hash.finalize();
         digest.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// Passes every weight to `each`, in the order of the module.
+    ///
+    /// # Errors
+    /// A weight of a type that safetensors does not support; an error of `each`, after which no weight is read.
+    pub(crate) fn tensors(
+        &self,
+        each: &mut dyn FnMut(WeightTensor<'_>) -> Result<(), RolloutError>,
+    ) -> Result<(), RolloutError> {
+        let mut result = Ok(());
+        visit_parameters(self.module(), |name, shape, read| {
+            if result.is_err() {
+                return;
+            }
+            let data = read();
+            let dtype = stored::stored_type(data.dtype());
+            let dtype = dtype.map_err(|error| RolloutError::Device {
+                reason: error.to_string(),
+            });
+            result = dtype.and_then(|dtype| {
+                each(WeightTensor {
+                    name,
+                    dtype: &dtype.to_string(),
+                    shape,
+                    bytes: data.as_bytes(),
+                })
+            });
+        });
+        result
     }
 
     pub(crate) fn snapshot(&self) -> Box<dyn Any + Send + Sync> {

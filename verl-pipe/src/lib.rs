@@ -45,6 +45,7 @@ pub mod schema;
 pub use verl_declare::{chain, chainable, part, pipe, registry, sizes};
 pub use verl_plan::schedule;
 pub use verl_view as view;
+pub use verl_wire as wire;
 pub use verl_words::{batch, conformance, data, diagnostic, field, keys, resource, shape, stage};
 
 /// Pipeline files: read and written.
@@ -61,8 +62,10 @@ pub mod plan {
 
 /// Running a pipeline: [`Run`](run::runner::Run) executes the steps, [`Trainer`](run::trainer::Trainer) a complete run.
 pub mod run {
-    pub use verl_run::{error, guard, interrupt, metrics, records, runner, space, stall, state};
-    pub use verl_train::{columns, console, folder, timeline, trainer, warnings};
+    pub use verl_run::{
+        error, guard, interrupt, metrics, records, runner, space, spans, stall, state, worker,
+    };
+    pub use verl_train::{columns, console, folder, timeline, timeline_file, trainer, warnings};
 }
 
 /// The trace of a run: what is recorded, its files, replay and comparison.

@@ -21,7 +21,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::random::{DrawKey, Purpose};
-use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use verl_models::rollout::engine::{EngineChoice, Event, RolloutRequest, SamplingSettings};
 use verl_words::batch::{Batch, RaggedColumn};
 use verl_words::keys::{BASELINE_RESPONSE_TEXTS, BASELINE_RESPONSES, PROMPTS};
 use verl_words::stage::{
@@ -29,6 +29,7 @@ use verl_words::stage::{
     StageSpec, find_model,
 };
 
+use crate::engines;
 use crate::generate::{LONGEST, STOPS, stop_fault, stop_list};
 use crate::model::{POLICY, PolicyResource, room_fault};
 use crate::refusals::refused_request;
@@ -132,13 +133,14 @@ impl Stage for BaselineStage {
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
         let (seed, step, cancel) = (context.seed, context.step, context.cancel);
-        let resource = &*find_model::<PolicyResource>(context.models, &self.config.model)?;
+        let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
         let settings = SamplingSettings {
             temperature: 0.0,
             min_new_tokens: self.config.min_new_tokens,
             stop_texts: self.config.stop.clone(),
             eos_ids: resource.eos_ids(),
             text_decoder: resource.text_decoder(),
+            cancel: Some(engines::cancel(cancel)),
             ..SamplingSettings::default()
         };
         let rows = input.get(&PROMPTS)?;
@@ -158,18 +160,18 @@ impl Stage for BaselineStage {
             })
             .collect();
         let mut responses = vec![Vec::new(); requests.len()];
-        let mut keep = |index: usize, output: RolloutOutput| {
-            if cancel.is_cancelled() {
-                return Err(RolloutError::Stopped(Box::new(StageError::Cancelled)));
-            }
-            responses[index] = output.tokens;
-            Ok(())
-        };
-        match resource.policy.generate(&requests, &settings, &mut keep) {
-            Ok(()) => {}
-            Err(_) if cancel.is_cancelled() => return Err(StageError::Cancelled),
-            Err(error) => return Err(refused_request(error, &input.ids(), 1)),
-        }
+        let engine = EngineChoice::default();
+        resource
+            .generate(&engine, &requests, &settings, &mut |event| {
+                if let Event::Done {
+                    request, output, ..
+                } = event
+                {
+                    responses[request] = output.tokens;
+                }
+                Ok(())
+            })
+            .map_err(|error| refused_request(error, &input.ids(), 1))?;
         for response in &responses {
             context.sink.record(&LENGTH, response.len() as f64, 1.0);
         }

@@ -24,7 +24,7 @@ pub use verl_algos::losses::{DivergenceName, Tail};
 
 use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
 use crate::losses::{AggregationName, aggregation};
-use crate::model::{POLICY, PolicyResource};
+use crate::model::{POLICY, PolicyResource, sleep_engines};
 use crate::settings::{metrics, refusal};
 use crate::teacher_top::{TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS, teacher_log_probs};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
@@ -215,29 +215,26 @@ impl DistillStage {
         }
         let prepared = self.loss.prepare(&batch).map_err(StageError::failed)?;
         let temperature = self.temperature;
-        let shares = Shares::of(
-            &mini,
-            columns.rows.ids(),
-            rows,
-            self.cuts,
-            CutUnit::Row,
-            |micro, shares| {
-                student.accumulate_listed(
-                    &columns.rows.score_rows(micro.rows.clone()),
-                    &columns.listed(micro.rows.clone()),
-                    &|row, token| columns.rows.is_action(micro.rows.start + row, token),
-                    temperature,
-                    &mut |packed| {
-                        let output = packed.log_probs.clone().sum();
-                        let micro = DistillationMicroBatch {
-                            tokens: micro.tokens.clone().collect(),
-                            log_probs: packed.log_probs,
-                        };
-                        shares.take(prepared.loss(&micro), output)
-                    },
-                )
-            },
-        )?;
+        let (ids, cuts) = (columns.rows.ids(), (self.cuts, CutUnit::Row));
+        let round_len = student.round_len();
+        let shares = Shares::of(&mini, ids, rows, cuts, round_len, |round, reports| {
+            let lists = round.iter().map(|micro| columns.listed(micro.rows.clone()));
+            let lists: Vec<ListedTokens<'_>> = lists.collect();
+            student.accumulate_listed_round(
+                &columns.rows.round(round),
+                &lists,
+                &|micro, row, token| columns.rows.is_action(round[micro].rows.start + row, token),
+                temperature,
+                &|micro, packed| {
+                    let output = packed.log_probs.clone().sum();
+                    let batch = DistillationMicroBatch {
+                        tokens: round[micro].tokens.clone().collect(),
+                        log_probs: packed.log_probs,
+                    };
+                    reports.take(micro, prepared.loss(&batch), output)
+                },
+            )
+        })?;
         let report = self.optimizer.step(student, &self.config.model)?;
         sink.record(&OPTIMIZER_STEPS, 1.0, 1.0);
         sink.record(&LOSS, shares.loss, 1.0);
@@ -283,13 +280,14 @@ impl Stage for DistillStage {
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
         let columns = Columns::new(&input)?;
+        sleep_engines(context.models);
         let student = find_model::<PolicyResource>(context.models, &self.config.model)?;
         let (mut skipped, mut steps) = (0, 0);
         for rows in self.cuts.mini_batches(input.num_rows()) {
             if context.cancel.is_cancelled() {
                 return Err(StageError::Cancelled);
             }
-            let moved = self.mini_step(student.policy.as_mut(), &columns, rows, context.sink)?;
+            let moved = self.mini_step(student.policy_mut(), &columns, rows, context.sink)?;
             skipped += usize::from(!moved);
             steps += 1;
         }

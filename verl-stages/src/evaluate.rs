@@ -6,7 +6,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::random::{DrawKey, Purpose};
 use verl_models::rollout::engine::{
-    FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
+    EngineChoice, Event, FinishReason, RolloutError, RolloutOutput, RolloutRequest,
+    SamplingSettings,
 };
 use verl_models::targets::Target;
 use verl_words::batch::{Batch, RowId};
@@ -16,6 +17,7 @@ use verl_words::stage::{
     StageContext, StageError, StageSpec, StartContext, find_model,
 };
 
+use crate::engines;
 use crate::generate::{STOPS, stop_fault, stop_list, warn_context_limit};
 use crate::model::{POLICY, PolicyResource, room_fault, template_config_fault};
 use crate::prompts::{
@@ -306,6 +308,7 @@ impl Stage for EvaluateStage {
             eos_ids: resource.eos_ids(),
             stop_texts: self.config.stop.clone(),
             text_decoder: resource.text_decoder(),
+            cancel: Some(engines::cancel(cancel)),
             ..SamplingSettings::default()
         };
         let mut requests = Vec::with_capacity(source.prompts.len());
@@ -323,17 +326,19 @@ impl Stage for EvaluateStage {
             });
         }
         let mut outputs: Vec<Option<RolloutOutput>> = vec![None; requests.len()];
+        let engine = EngineChoice::default();
         resource
-            .policy
-            .generate(&requests, &settings, &mut |index, output| {
-                if cancel.is_cancelled() {
-                    return Err(RolloutError::Stopped(Box::new(StageError::Cancelled)));
+            .generate(&engine, &requests, &settings, &mut |event| {
+                if let Event::Done {
+                    request, output, ..
+                } = event
+                {
+                    outputs[request] = Some(output);
                 }
-                outputs[index] = Some(output);
                 Ok(())
             })
             .map_err(|error| match error {
-                RolloutError::Stopped(_) => StageError::Cancelled,
+                RolloutError::Cancelled => StageError::Cancelled,
                 error => {
                     let ids: Vec<RowId> =
                         requests.iter().map(|asked| RowId(asked.key.row)).collect();

@@ -2,9 +2,11 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use verl_declare::part::Part;
 use verl_models::random::{DrawKey, Purpose};
 use verl_models::rollout::engine::{
-    FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
+    EngineChoice, Event, FinishReason, RolloutError, RolloutOutput, RolloutRequest,
+    SamplingSettings,
 };
 use verl_words::batch::{Batch, RaggedColumn};
 use verl_words::field::{LogProbTag, Support, Weights};
@@ -17,7 +19,8 @@ use verl_words::stage::{
     Shown, Stage, StageConfig, StageContext, StageError, StageSpec, find_model,
 };
 
-use crate::model::{POLICY, PolicyResource, room_fault};
+use crate::engines::{self, Engine, Native};
+use crate::model::{POLICY, PolicyResource, ResponseTexts, room_fault};
 use crate::refusals::refused_request;
 
 /// Mean response length of the step.
@@ -87,6 +90,8 @@ pub struct Generate {
     /// Whether the text that rewards see includes the stop text. By default it is removed, as inference servers do,
     /// together with the rest of the last token; the token ids stay as sampled, since they are trained on.
     pub include_stop: bool,
+    /// Engine that samples.
+    pub engine: Part<Engine>,
 }
 
 impl Default for Generate {
@@ -102,6 +107,7 @@ impl Default for Generate {
             min_new_tokens: 0,
             stop: Vec::new(),
             include_stop: false,
+            engine: Native::default().into(),
         }
     }
 }
@@ -238,11 +244,18 @@ impl StageConfig for Generate {
         let mut faults = self.faults();
         let longest = self.max_new_tokens;
         faults.extend(room_fault("max_new_tokens", longest, &self.model, context));
-        if !faults.is_empty() {
-            return Err(faults);
-        }
+        let engine = self.engine.build("engine", context);
+        let engine = match engine {
+            Ok(Engine(choice)) if faults.is_empty() => choice,
+            Ok(_) => return Err(faults),
+            Err(errors) => {
+                faults.extend(errors);
+                return Err(faults);
+            }
+        };
         Ok(Box::new(GenerateStage {
             config: self.clone(),
+            engine,
             samples: context.batch.samples.max(1),
             prompts: context.batch.prompts.max(1),
             has_warned: false,
@@ -253,6 +266,7 @@ impl StageConfig for Generate {
 /// The running stage.
 struct GenerateStage {
     config: Generate,
+    engine: EngineChoice,
     samples: usize,
     prompts: usize,
     /// Whether the user was warned that the context limits responses.
@@ -274,7 +288,7 @@ impl GenerateStage {
         &self,
         prompt: &Batch,
         outputs: Vec<RolloutOutput>,
-        resource: &PolicyResource,
+        response_texts: &ResponseTexts,
     ) -> Result<Batch, StageError> {
         let mut batch = prompt.rows_only().repeat(self.samples)?;
         let column =
@@ -285,7 +299,7 @@ impl GenerateStage {
         )?;
         let (stop, include_stop) = (&self.config.stop, self.config.include_stop);
         let texts = outputs.iter();
-        let texts = texts.map(|o| resource.response_text(&o.tokens, stop, include_stop));
+        let texts = texts.map(|o| response_texts.response(&o.tokens, stop, include_stop));
         batch.put(&RESPONSE_TEXTS, texts.collect::<Vec<_>>())?;
         let kinds = outputs.iter().map(|o| vec![mask::ACTION; o.tokens.len()]);
         batch.put(&MASK_KINDS, RaggedColumn::from_rows(kinds))?;
@@ -361,10 +375,12 @@ impl Stage for GenerateStage {
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
         let (seed, step, cancel) = (context.seed, context.step, context.cancel);
-        let resource = &*find_model::<PolicyResource>(context.models, &self.config.model)?;
+        let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
+        let response_texts = resource.response_texts();
         let settings = SamplingSettings {
             eos_ids: resource.eos_ids(),
             text_decoder: resource.text_decoder(),
+            cancel: Some(engines::cancel(cancel)),
             ..self.config.sampling()
         };
         let prompts = input.get(&PROMPTS)?;
@@ -388,15 +404,13 @@ impl Stage for GenerateStage {
         let mut pending: Vec<Vec<Option<RolloutOutput>>> =
             vec![vec![None; self.samples]; prompts.len()];
         let mut context_limited = 0usize;
+        let mut entropies = Vec::new();
         let sink = &mut *context.sink;
         let mut emit_group = |index: usize, output: RolloutOutput| -> Result<(), StageError> {
-            if cancel.is_cancelled() {
-                return Err(StageError::Cancelled);
-            }
             let row = index / self.samples;
             sink.record(&RESPONSE_LENGTH, output.tokens.len() as f64, 1.0);
             if let Some(entropy) = sampled_entropy(&output.sampling_log_probs) {
-                sink.record(&SAMPLED_ENTROPY, entropy, output.tokens.len() as f64);
+                entropies.push((output.tokens.len(), index, entropy));
             }
             let is_limited = output.finish == FinishReason::Context;
             context_limited += usize::from(is_limited);
@@ -413,15 +427,30 @@ impl Stage for GenerateStage {
                     .into_iter()
                     .flatten()
                     .collect();
-                sink.emit(self.group(&input.slice(row..row + 1)?, outputs, resource)?)?;
+                sink.emit(self.group(&input.slice(row..row + 1)?, outputs, &response_texts)?)?;
             }
             Ok(())
         };
-        let done = resource
-            .policy
-            .generate(&requests, &settings, &mut |index, output| {
-                emit_group(index, output).map_err(|error| RolloutError::Stopped(Box::new(error)))
-            });
+        let done = resource.generate(
+            &self.engine,
+            &requests,
+            &settings,
+            &mut |event| match event {
+                Event::Done {
+                    request, output, ..
+                } => emit_group(request, output)
+                    .map_err(|error| RolloutError::Stopped(Box::new(error))),
+                Event::Started { .. } => Ok(()),
+            },
+        );
+        // Replicas complete responses in any order, but the last bits of a mean depend on it. This is the order in which an
+        // engine completes responses that it decodes together.
+        entropies.sort_by_key(|(tokens, index, _)| (*tokens, *index));
+        for (tokens, _, entropy) in entropies {
+            context
+                .sink
+                .record(&SAMPLED_ENTROPY, entropy, tokens as f64);
+        }
         if context_limited > 0 && !self.has_warned {
             self.has_warned = true;
             warn_context_limit(
@@ -448,7 +477,7 @@ pub(crate) fn warn_context_limit(cut: usize, of: usize, model: &str, resource: &
         "{cut} of {of} responses reached the end of the context of `{model}` ({} tokens, prompt and response together) \
          before `max_new_tokens`: a larger `max_new_tokens` changes nothing; use shorter prompts, or a model with a longer \
          context",
-        resource.policy.max_tokens()
+        resource.policy().max_tokens()
     );
 }
 

@@ -41,6 +41,7 @@ pub mod baseline;
 pub mod correct_rollout;
 pub mod data;
 pub mod distill;
+pub mod engines;
 pub mod episodes;
 pub mod estimators;
 pub mod evaluate;
@@ -85,17 +86,19 @@ macro_rules! built_ins {
         policy_losses: $($policy_loss:ty),+;
         losses: $($loss:ty),+;
         estimators: $($estimator:ty),+;
+        engines: $($engine:ty),+;
         models: $($model:ty),+;
         data: $($data:ty),+;
         files: $files:ty = $extensions:expr;
     ) => {
-        /// Adds every stage, loss, estimator, model kind and data set of this crate to `registry`.
+        /// Adds every stage, loss, estimator, engine, model kind and data set of this crate to `registry`.
         pub fn register(registry: Registry) -> Registry {
             registry
                 $(.stage::<$stage>())+
                 $(.part::<losses::PolicyObjective<$policy_loss>>())+
                 $(.part::<$loss>())+
                 $(.part::<$estimator>())+
+                $(.part::<$engine>())+
                 $(.model::<$model>())+
                 $(.data::<$data>())+
                 .data_files::<$files>($extensions)
@@ -175,6 +178,8 @@ built_ins! {
         estimators::Rloo,
         estimators::RlooTrl,
         estimators::TirOtb;
+    engines:
+        engines::Native;
     models:
         model::CausalLm,
         model::IlqlLm,
@@ -205,6 +210,7 @@ mod tests {
     use verl_words::stage::{BuildContext, StageConfig};
 
     use super::advantages::Advantages;
+    use super::engines::Engine;
     use super::estimators::Estimator;
     use super::losses::{Grpo, Loss, PolicyObjective};
     use super::update::Update;
@@ -377,6 +383,7 @@ mod tests {
             ("advantages.estimator=grop", "estimator", "`grpo`"),
             ("advantages.estimator=rlo", "estimator", "`rloo`"),
             ("update.loss.kind=gsop", "loss", "`gspo`"),
+            ("generate.engine=natve", "engine", "`native`"),
         ] {
             let findings = plan_or_findings(&[change]).err().expect("an unknown kind");
             let text = Findings(findings).to_string();
@@ -447,6 +454,7 @@ mod tests {
         assert!(registry.duplicates().is_empty());
         check_parts::<Loss>(&registry);
         check_parts::<Estimator>(&registry);
+        check_parts::<Engine>(&registry);
     }
 
     /// Every algorithm of `verl_algos` is registered, with the same defaults.

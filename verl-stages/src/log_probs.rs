@@ -212,7 +212,7 @@ impl LogProbsStage {
             entropies,
             sum_pi_squared,
         };
-        let policy = &find_model::<PolicyResource>(context.models, &self.config.model)?.policy;
+        let policy = find_model::<PolicyResource>(context.models, &self.config.model)?.policy();
         let score = |rows: &[ScoreRow<'_>], ids: &[RowId]| {
             policy
                 .score(rows, temperature, extras)

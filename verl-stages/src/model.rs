@@ -7,6 +7,8 @@
 mod dtype;
 mod ilql;
 mod own;
+mod policy;
+mod replicas;
 mod texts;
 mod training;
 pub(crate) mod value;
@@ -19,15 +21,13 @@ use std::sync::Arc;
 use burn::tensor::{DType, Device};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_models::chat_template::ChatTemplate;
 use verl_models::device::{DeviceError, DeviceKind};
 use verl_models::hf::save::companion_bytes;
 use verl_models::hf::{LoadError, Origin, SaveDType};
 use verl_models::memory::{Usage, footprint};
-use verl_models::model::{PolicyModel, TrainedModel};
+use verl_models::model::TrainedModel;
 use verl_models::optim::OptimizerConfig;
-use verl_models::policy::Policy;
-use verl_models::rollout::stop::{TextDecoder, text_to_stop};
+use verl_models::replicas::Sharding;
 use verl_models::tokenizer::Tokenizer;
 use verl_models::{Decoder, DecoderConfig, parameters, registers};
 use verl_words::resource::{
@@ -38,6 +38,7 @@ use verl_words::stage::{
     BuildContext, ConfigError, DeviceSupport, ModelConfig, ModelFactory, Training,
 };
 
+use replicas::{OnDevice, is_default};
 use texts::{describe_texts, load_texts};
 use training::{optimizer_of, training};
 use words::token_texts;
@@ -45,6 +46,8 @@ use words::token_texts;
 pub use dtype::WeightsDType;
 pub use ilql::IlqlLm;
 pub use own::{CustomModel, policy_model, value_model};
+pub(crate) use policy::sleep_engines;
+pub use policy::{PolicyResource, ResponseTexts};
 pub(crate) use texts::{TextTools, room_fault, template_config_fault};
 pub use value::{HeadInit, ValueLm, ValueResource};
 
@@ -53,90 +56,17 @@ pub const POLICY: &str = "policy";
 /// The [role](ModelInfo::role) of a model that returns numbers: a critic, a reward model.
 pub const VALUE_MODEL: &str = "value model";
 
-/// A policy with its tokenizer and chat template, as stages use it.
-pub struct PolicyResource {
-    /// The model.
-    pub policy: Box<dyn PolicyModel>,
-    /// Its tokenizer, if it has one.
-    pub tokenizer: Option<Arc<Tokenizer>>,
-    /// Its chat template, if it has one.
-    pub template: Option<Arc<ChatTemplate>>,
-    /// Why there is no chat template, if one was looked for: it is missing or broken.
-    pub no_template: Option<String>,
-}
-
-impl PolicyResource {
-    /// A resource with only a model; set `tokenizer` and `template` if stages need text.
-    pub fn new(policy: Box<dyn PolicyModel>) -> Self {
-        PolicyResource {
-            policy,
-            tokenizer: None,
-            template: None,
-            no_template: None,
-        }
-    }
-
-    /// A resource of a model with its tokenizer and chat template.
-    pub(crate) fn with_texts(policy: Box<dyn PolicyModel>, tools: TextTools) -> Self {
-        PolicyResource {
-            policy,
-            tokenizer: tools.tokenizer,
-            template: tools.template,
-            no_template: tools.no_template,
-        }
-    }
-
-    /// Ids that end a response; empty without a tokenizer.
-    pub fn eos_ids(&self) -> Vec<u32> {
-        self.tokenizer
-            .as_ref()
-            .map(|t| t.eos_ids().to_vec())
-            .unwrap_or_default()
-    }
-
-    /// Text of token ids without special tokens; ids separated by spaces without a tokenizer.
-    pub fn decode(&self, ids: &[u32]) -> String {
-        match &self.tokenizer {
-            Some(tokenizer) => tokenizer.decode(ids),
-            None => ids.iter().map(u32::to_string).collect::<Vec<_>>().join(" "),
-        }
-    }
-
-    /// The decoder that turns a response into text while it is sampled, for stop texts; it writes special tokens out.
-    /// `None` without a tokenizer.
-    pub fn text_decoder(&self) -> Option<TextDecoder> {
-        let tokenizer = self.tokenizer.clone()?;
-        Some(TextDecoder::new(move |ids| {
-            tokenizer.decode_with_special(ids)
-        }))
-    }
-
-    /// Text of a response as rewards see it: without special tokens, up to the first of the texts `stop`; with
-    /// `include_stop` that text is included.
-    pub fn response_text(&self, ids: &[u32], stop: &[String], include_stop: bool) -> String {
-        match &self.tokenizer {
-            Some(tokenizer) => text_to_stop(
-                ids,
-                stop,
-                include_stop,
-                |ids| tokenizer.decode_with_special(ids),
-                |ids| tokenizer.decode(ids),
-            ),
-            None => self.decode(ids),
-        }
-    }
-}
-
-/// The resource of a model with weights and an optimiser, stored as kind `$kind`; `$model` is its field.
+/// The resource of a model with weights and an optimiser, stored as kind `$kind`; `$model` and `$model_mut` are its
+/// methods that return the model.
 macro_rules! trained_resource {
-    ($resource:ty, $model:ident, $kind:literal) => {
+    ($resource:ty, $model:ident, $model_mut:ident, $kind:literal) => {
         impl ModelResource for $resource {
             fn version(&self) -> WeightsVersion {
-                version(self.$model.as_ref())
+                version(self.$model())
             }
 
             fn optimizer_steps(&self) -> u64 {
-                self.$model.optimizer_steps()
+                self.$model().optimizer_steps()
             }
 
             fn text_of(&self, tokens: &[u32]) -> Option<String> {
@@ -144,11 +74,11 @@ macro_rules! trained_resource {
             }
 
             fn snapshot(&mut self) -> Result<Snapshot, ResourceError> {
-                Ok(snapshot(self.$model.as_ref()))
+                Ok(snapshot(self.$model()))
             }
 
             fn quick_snapshot(&mut self) -> Result<Snapshot, ResourceError> {
-                Ok(quick_snapshot(self.$model.as_ref()))
+                Ok(quick_snapshot(self.$model()))
             }
 
             fn weight_source(
@@ -156,20 +86,20 @@ macro_rules! trained_resource {
                 version: WeightsVersion,
                 bucket_bytes: usize,
             ) -> Result<Option<Box<dyn verl_models::reshard::WeightSource>>, ResourceError> {
-                let source = self.$model.weight_source(version, bucket_bytes);
+                let source = self.$model().weight_source(version, bucket_bytes);
                 source.map_err(|error| ResourceError::Failed(Box::new(error)))
             }
 
             fn weight_sink(&mut self) -> Option<&mut dyn verl_models::reshard::WeightSink> {
-                self.$model.weight_sink()
+                self.$model_mut().weight_sink()
             }
 
             fn restore(&mut self, snapshot: &Snapshot) -> Result<(), ResourceError> {
-                restore(self.$model.as_mut(), snapshot)
+                restore(self.$model_mut(), snapshot)
             }
 
             fn store(&mut self, snapshot: &Snapshot) -> Result<Option<StoredState>, ResourceError> {
-                store(self.$model.as_ref(), $kind, snapshot)
+                store(self.$model(), $kind, snapshot)
             }
 
             fn recall(
@@ -177,11 +107,11 @@ macro_rules! trained_resource {
                 version: &WeightsVersion,
                 stored: &StoredState,
             ) -> Result<Snapshot, ResourceError> {
-                recall(self.$model.as_ref(), version, stored)
+                recall(self.$model(), version, stored)
             }
 
             fn save(&mut self, dir: &Path) -> Result<(), ResourceError> {
-                save(self.$model.as_ref(), self.tokenizer.as_deref(), dir)
+                save(self.$model(), self.tokenizer.as_deref(), dir)
             }
 
             fn as_any_mut(&mut self) -> &mut dyn Any {
@@ -191,8 +121,6 @@ macro_rules! trained_resource {
     };
 }
 pub(crate) use trained_resource;
-
-trained_resource!(PolicyResource, policy, "policy");
 
 /// A snapshot's content.
 struct State(Box<dyn Any + Send + Sync>);
@@ -322,6 +250,10 @@ pub struct CausalLm {
     /// Type of the weights in the saved folder.
     #[serde(default)]
     pub save_as: SaveAs,
+    /// What replicas of the model divide among them in training, if its group has several devices.
+    #[serde(default, skip_serializing_if = "is_default")]
+    #[schemars(extend("default" = "optimizer"))]
+    pub sharding: Sharding,
 }
 
 impl CausalLm {
@@ -334,6 +266,7 @@ impl CausalLm {
             recompute: false,
             optimizer: None,
             save_as: SaveAs::F32,
+            sharding: Sharding::default(),
         }
     }
 
@@ -347,6 +280,20 @@ impl CausalLm {
 
     fn folder(&self, context: &BuildContext) -> PathBuf {
         context.base.join(&self.path)
+    }
+
+    fn load_onto(
+        &self,
+        name: &str,
+        on: OnDevice<'_>,
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        let dir = self.folder(context);
+        let decoder = self.decoder(&dir, on.device, context.seed)?;
+        let tools = load_texts(&dir, &decoder.config)?;
+        let optimizer = optimizer_of(self.optimizer.as_ref(), name, context);
+        let policy = on.policy(decoder, optimizer, self.sharding)?;
+        Ok(Box::new(PolicyResource::with_texts(policy, tools)))
     }
 
     fn decoder(&self, dir: &Path, device: &str, seed: u64) -> Result<Decoder, ResourceError> {
@@ -430,6 +377,7 @@ fn sized(
             kept_logit_bytes_per_token: taken.kept_logits_per_token,
             kept_logit_bytes: taken.kept_logits,
             copy_bytes: taken.copies,
+            engine_bytes: taken.engine,
         },
         max_tokens: config.max_tokens,
         summary: summary(config, dtype),
@@ -624,15 +572,20 @@ impl ModelFactory for CausalLm {
         device: &str,
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
-        let dir = self.folder(context);
-        let decoder = self.decoder(&dir, device, context.seed)?;
-        let tools = load_texts(&dir, &decoder.config)?;
-        let optimizer = optimizer_of(self.optimizer.as_ref(), name, context);
-        let policy = Policy::new(decoder, optimizer).map_err(failed)?;
-        Ok(Box::new(PolicyResource::with_texts(
-            Box::new(policy),
-            tools,
-        )))
+        self.load_onto(name, OnDevice::one(device), context)
+    }
+
+    fn load_replicas(
+        &self,
+        name: &str,
+        devices: &[String],
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        self.load_onto(name, OnDevice::all(name, devices)?, context)
+    }
+
+    fn can_replicate(&self) -> bool {
+        true
     }
 
     fn can_follow(&self) -> bool {
@@ -642,13 +595,13 @@ impl ModelFactory for CausalLm {
     fn load_copy(
         &self,
         name: &str,
-        device: &str,
+        devices: &[String],
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
         let frozen = CausalLm {
             optimizer: None,
             ..self.clone()
         };
-        frozen.load(name, device, context)
+        frozen.load_replicas(name, devices, context)
     }
 }

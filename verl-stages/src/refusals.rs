@@ -14,6 +14,7 @@ pub(crate) fn refused_request(error: RolloutError, ids: &[RowId], samples: usize
         | RolloutError::EmptyPrompt { request }
         | RolloutError::TokenId { request, .. }
         | RolloutError::NonFinite { request, .. } => *request,
+        RolloutError::Cancelled => return StageError::Cancelled,
         _ => return StageError::failed(error),
     };
     let samples = samples.max(1);

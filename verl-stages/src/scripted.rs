@@ -8,7 +8,8 @@ use verl_models::model::{
     Extras, ModelError, PackedScores, PolicyModel, ScoreRow, Scores, StepReport, TrainedModel,
 };
 use verl_models::rollout::engine::{
-    FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
+    EngineWeights, FinishReason, OutputSink, PreparedModel, RolloutError, RolloutOutput,
+    RolloutRequest, SamplingSettings,
 };
 use verl_models::rollout::stop::StopRules;
 use verl_models::tokenizer::Tokenizer;
@@ -16,6 +17,7 @@ use verl_models::tokenizer::Tokenizer;
 use crate::model::PolicyResource;
 
 /// Answers with `script` up to a stop rule, a limit, or the end of a context of `context` tokens.
+#[derive(Clone)]
 pub(crate) struct Scripted {
     pub script: Vec<u32>,
     pub context: usize,
@@ -48,12 +50,18 @@ impl Scripted {
     }
 }
 
-impl PolicyModel for Scripted {
+impl EngineWeights for Scripted {
+    fn prepare(&self) -> Result<Box<dyn PreparedModel>, RolloutError> {
+        Ok(Box::new(self.clone()))
+    }
+}
+
+impl PreparedModel for Scripted {
     fn generate(
-        &self,
+        &mut self,
         requests: &[RolloutRequest],
         settings: &SamplingSettings,
-        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
+        on_done: &mut OutputSink<'_>,
     ) -> Result<(), RolloutError> {
         let rules = StopRules::new(settings)?;
         for (index, request) in requests.iter().enumerate() {
@@ -71,6 +79,9 @@ impl PolicyModel for Scripted {
         }
         Ok(())
     }
+}
+
+impl PolicyModel for Scripted {
     fn score(
         &self,
         _rows: &[ScoreRow<'_>],

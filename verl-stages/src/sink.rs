@@ -11,6 +11,7 @@ pub(crate) struct RecordingSink {
     pub(crate) batches: Vec<Batch>,
     pub(crate) samples: Vec<serde_json::Value>,
     metrics: Vec<(&'static str, f64)>,
+    named: Vec<(String, f64)>,
 }
 
 impl RecordingSink {
@@ -24,6 +25,18 @@ impl RecordingSink {
         assert_eq!(metric.reduce, Reduce::Mean);
         let count = self.values(metric).count();
         (count > 0).then(|| self.values(metric).sum::<f64>() / count as f64)
+    }
+
+    /// All recorded values, in order, as bits; those of metrics without a declaration last.
+    pub(crate) fn recorded(&self) -> Vec<(String, u64)> {
+        let declared = self.metrics.iter().map(|(name, value)| (*name, value));
+        let named = self
+            .named
+            .iter()
+            .map(|(name, value)| (name.as_str(), value));
+        let all = declared.chain(named);
+        all.map(|(name, value)| (name.to_owned(), value.to_bits()))
+            .collect()
     }
 
     /// Sum of the recorded values of a metric that is reduced by its sum.
@@ -41,7 +54,9 @@ impl StageSink for RecordingSink {
     fn record(&mut self, metric: &Metric, value: f64, _weight: f64) {
         self.metrics.push((metric.name, value));
     }
-    fn record_named(&mut self, _name: &str, _value: f64, _weight: f64) {}
+    fn record_named(&mut self, name: &str, value: f64, _weight: f64) {
+        self.named.push((name.to_owned(), value));
+    }
     fn sample(&mut self, sample: serde_json::Value) {
         self.samples.push(sample);
     }

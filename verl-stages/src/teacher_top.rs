@@ -120,7 +120,7 @@ impl Stage for TeacherTopStage {
         let (prompts, responses) = (input.get(&PROMPTS)?, input.get(&RESPONSES)?);
         let rows = score_rows(&prompts, &responses);
         let TeacherTop { model, top_k, .. } = &self.config;
-        let policy = &find_model::<PolicyResource>(context.models, model)?.policy;
+        let policy = find_model::<PolicyResource>(context.models, model)?.policy();
         let top = policy
             .top_tokens(&rows, *top_k, self.temperature)
             .map_err(|error| refused_row(error, &input.ids()))?;

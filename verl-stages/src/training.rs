@@ -2,11 +2,12 @@
 //! optimiser step, and the check that it changes the weights.
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use burn::tensor::Tensor;
 use verl_algos::losses::{MetricId, MetricSum, Partial};
 use verl_algos::{AlgoError, Counts, CutUnit, MiniBatch};
-use verl_models::model::{ModelError, ScoreRow, StepReport, TrainedModel};
+use verl_models::model::{RoundError, ScoreRow, StepReport, TrainedModel};
 use verl_words::batch::{Batch, RaggedView, RowId};
 use verl_words::field::{Key, Ragged};
 use verl_words::keys::{
@@ -207,6 +208,13 @@ impl<'a> Rows<'a> {
         }
     }
 
+    /// The model's input for each micro-batch of a round.
+    pub(crate) fn round(&self, round: &[Micro]) -> Vec<Vec<ScoreRow<'a>>> {
+        let each = round.iter();
+        each.map(|micro| self.score_rows(micro.rows.clone()))
+            .collect()
+    }
+
     /// The model's input for `rows`.
     pub(crate) fn score_rows(&self, rows: Range<usize>) -> Vec<ScoreRow<'a>> {
         rows.map(|row| ScoreRow {
@@ -267,39 +275,92 @@ pub(crate) struct Shares {
     pub loss: f64,
     /// What the loss reported.
     pub metrics: Vec<MetricSum>,
-    refused: Option<AlgoError>,
+}
+
+/// What a loss reported for a micro-batch.
+type Report = Result<Vec<MetricSum>, AlgoError>;
+
+/// What the loss reported for each micro-batch of a round, whose losses may be computed at the same time.
+#[derive(Debug)]
+pub(crate) struct Reports(Vec<Mutex<Option<Report>>>);
+
+impl Reports {
+    fn new(micros: usize) -> Self {
+        Reports((0..micros).map(|_| Mutex::default()).collect())
+    }
+
+    /// Keeps what the loss reported for a micro-batch of the round, and returns the loss to backpropagate. A model's pass
+    /// cannot return errors of the maths, so such an error is kept until the pass is over; `output` is the model's output.
+    pub(crate) fn take(
+        &self,
+        micro: usize,
+        share: Result<Partial, AlgoError>,
+        output: Tensor<1>,
+    ) -> Tensor<1> {
+        let read = share.and_then(|share| Ok((share.read_metrics()?, share.loss)));
+        let (report, loss) = match read {
+            Ok((metrics, loss)) => (Ok(metrics), loss),
+            Err(error) => (Err(error), output.sum() * 0.0),
+        };
+        *self.0[micro].lock().unwrap_or_else(PoisonError::into_inner) = Some(report);
+        loss
+    }
+
+    /// The report of each micro-batch, if its loss was computed.
+    fn into_reports(self) -> impl Iterator<Item = Option<Report>> {
+        let each = self.0.into_iter();
+        each.map(|report| report.into_inner().unwrap_or_else(PoisonError::into_inner))
+    }
 }
 
 impl Shares {
-    /// Calls `accumulate` for the micro-batches of the mini-batch of `rows` in order; those without a token are
-    /// skipped. `ids` are those of all rows of the step, for error messages.
+    /// Calls `accumulate` for the micro-batches of the mini-batch of `rows` in order, in rounds of up to `round_len`; those
+    /// without a token are skipped. It returns the losses of the round. Losses and metrics are added in the order of
+    /// micro-batches. `ids` are those of all rows of the step, for error messages.
     ///
     /// # Errors
-    /// Errors of the model or the maths.
+    /// Errors of the model or the maths: the first one in the order of micro-batches.
     pub(crate) fn of(
         mini: &MiniBatch,
         ids: &[RowId],
         rows: Range<usize>,
-        cuts: Cuts,
-        unit: CutUnit,
-        mut accumulate: impl FnMut(&Micro, &mut Shares) -> Result<f64, ModelError>,
+        (cuts, unit): (Cuts, CutUnit),
+        round_len: usize,
+        mut accumulate: impl FnMut(&[Micro], &Reports) -> Result<Vec<f64>, RoundError>,
     ) -> Result<Shares, StageError> {
         let mut shares = Shares::default();
         let mut first_token = 0;
-        for part in cuts.micro_batches(rows.clone(), unit) {
+        let micros = cuts.micro_batches(rows.clone(), unit).map(|part| {
             let own = mini.rows[first_token..].iter();
             let own = own.take_while(|row| part.contains(&(**row + rows.start)));
             let tokens = first_token..first_token + own.count();
             first_token = tokens.end;
-            if tokens.is_empty() {
-                continue;
+            Micro { rows: part, tokens }
+        });
+        let micros: Vec<Micro> = micros.filter(|micro| !micro.tokens.is_empty()).collect();
+        for round in micros.chunks(round_len.max(1)) {
+            let reports = Reports::new(round.len());
+            let (losses, mut failed) = match accumulate(round, &reports) {
+                Ok(losses) => (losses, None),
+                Err(error) => (Vec::new(), Some(error)),
+            };
+            for (index, report) in reports.into_reports().enumerate() {
+                if let Some(metrics) = report.transpose().map_err(StageError::failed)? {
+                    MetricSum::add_to(&mut shares.metrics, metrics);
+                }
+                if let Some(RoundError { error, .. }) =
+                    failed.take_if(|failed| failed.micro == index)
+                {
+                    let ids = ids.get(round[index].rows.clone()).unwrap_or_default();
+                    return Err(refused_row(error, ids));
+                }
             }
-            let ids = ids.get(part.clone()).unwrap_or_default();
-            let value = accumulate(&Micro { rows: part, tokens }, &mut shares);
-            if let Some(error) = shares.refused.take() {
-                return Err(StageError::failed(error));
+            if let Some(error) = failed {
+                return Err(StageError::failed(error.error));
             }
-            shares.loss += value.map_err(|error| refused_row(error, ids))?;
+            for loss in losses {
+                shares.loss += loss;
+            }
         }
         Ok(shares)
     }
@@ -314,26 +375,6 @@ impl Shares {
         for (id, metric) in metrics {
             if let Some(value) = self.value(*id) {
                 sink.record(metric, value, 1.0);
-            }
-        }
-    }
-
-    /// Adds a share and returns the loss to backpropagate. A model's pass cannot return errors of the maths, so such an
-    /// error is kept until the pass is over; `output` is the model's output.
-    pub(crate) fn take(
-        &mut self,
-        share: Result<Partial, AlgoError>,
-        output: Tensor<1>,
-    ) -> Tensor<1> {
-        let read = share.and_then(|share| Ok((share.read_metrics()?, share.loss)));
-        match read {
-            Ok((metrics, loss)) => {
-                MetricSum::add_to(&mut self.metrics, metrics);
-                loss
-            }
-            Err(error) => {
-                self.refused = Some(error);
-                output.sum() * 0.0
             }
         }
     }

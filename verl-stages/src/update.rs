@@ -15,7 +15,7 @@ use std::ops::Range;
 use burn::tensor::Tensor;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_algos::losses::{LossInput, MetricId, Partial};
+use verl_algos::losses::{LossInput, MetricId, Objective, Partial};
 use verl_algos::{AlgoError, Counts, MicroBatch, MiniBatch, Preferences};
 use verl_declare::part::Part;
 use verl_models::model::{PackedScores, PolicyModel};
@@ -35,7 +35,7 @@ use crate::advantages::{NO_OLD, NO_REFERENCE};
 use crate::generate::TOKENS;
 use crate::log_probs::{LogProbs, scoring_temperature, scoring_temperature_fault};
 use crate::losses::{Grpo, KL_PENALTY, Loss, LossState, PolicyObjective};
-use crate::model::{POLICY, PolicyResource};
+use crate::model::{POLICY, PolicyResource, sleep_engines};
 use crate::settings::metrics;
 use crate::state::{recalled, restored, snapshot, stored};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
@@ -263,26 +263,30 @@ impl UpdateStage {
             .map_err(StageError::failed)?;
         let entropies = self.loss.reads(LossInput::Entropies);
         let (ids, unit) = (columns.rows.ids(), self.loss.objective.cut_unit());
-        let shares = Shares::of(&mini, ids, rows, self.cuts, unit, |micro, shares| {
-            policy.accumulate(
-                &columns.rows.score_rows(micro.rows.clone()),
-                &|row, token| columns.rows.is_action(micro.rows.start + row, token),
-                self.temperature,
+        let cuts = (self.cuts, unit);
+        let round_len = policy.round_len();
+        let (objective, temperature) = (&self.loss.objective, self.temperature);
+        let shares = Shares::of(&mini, ids, rows, cuts, round_len, |round, reports| {
+            policy.accumulate_round(
+                &columns.rows.round(round),
+                &|micro, row, token| columns.rows.is_action(round[micro].rows.start + row, token),
+                temperature,
                 entropies,
-                &mut |packed| {
+                &|micro, packed| {
+                    let tokens = &round[micro].tokens;
                     let log_probs = packed.log_probs.clone();
                     let share = match &prepared {
                         Some(prepared) => {
-                            let mut of_micro = micro_batch(&micro.tokens, packed);
+                            let mut of_micro = micro_batch(tokens, packed);
                             of_micro.log_sum_sq_probs = squares.as_ref().map(|squares| {
-                                let own = &squares[micro.tokens.clone()];
+                                let own = &squares[tokens.clone()];
                                 Tensor::from_floats(own, &log_probs.device())
                             });
                             prepared.loss(&of_micro)
                         }
-                        None => self.on_policy(&mini, &micro.tokens, packed),
+                        None => on_policy(objective, &mini, tokens, packed),
                     };
-                    shares.take(share, log_probs)
+                    reports.take(micro, share, log_probs)
                 },
             )
         })?;
@@ -329,42 +333,42 @@ impl UpdateStage {
             sink.record(&REWARD_SHIFT, mean.mean, 1.0);
         }
     }
+}
 
-    /// The share of a micro-batch whose old log-probs are its own, as in a step of one optimiser step.
-    fn on_policy(
-        &self,
-        mini: &MiniBatch,
-        positions: &Range<usize>,
-        packed: PackedScores,
-    ) -> Result<Partial, AlgoError> {
-        let now: Vec<f64> = packed
-            .log_probs
-            .clone()
-            .detach()
-            .try_into_vec_as()
-            .map_err(|error| AlgoError::Read {
-                what: "log_probs",
-                reason: error.to_string(),
-            })?;
-        let of = |column: &Option<Vec<f64>>| {
-            column
-                .as_ref()
-                .map(|values| values[positions.clone()].to_vec())
-        };
-        let first = mini.rows.get(positions.start).copied().unwrap_or(0);
-        let rows = mini.rows[positions.clone()].iter();
-        let own = MiniBatch {
-            counts: mini.counts,
-            old_log_probs: Some(now),
-            advantages: of(&mini.advantages),
-            ref_log_probs: of(&mini.ref_log_probs),
-            rollout_log_probs: of(&mini.rollout_log_probs),
-            rollout_weights: of(&mini.rollout_weights),
-            ..MiniBatch::new(rows.map(|row| row - first).collect())
-        };
-        let prepared = self.loss.objective.prepare(&own)?;
-        prepared.loss(&micro_batch(&(0..own.num_tokens()), packed))
-    }
+/// The share of a micro-batch whose old log-probs are its own, as in a step of one optimiser step.
+fn on_policy(
+    objective: &Objective,
+    mini: &MiniBatch,
+    positions: &Range<usize>,
+    packed: PackedScores,
+) -> Result<Partial, AlgoError> {
+    let now: Vec<f64> = packed
+        .log_probs
+        .clone()
+        .detach()
+        .try_into_vec_as()
+        .map_err(|error| AlgoError::Read {
+            what: "log_probs",
+            reason: error.to_string(),
+        })?;
+    let of = |column: &Option<Vec<f64>>| {
+        column
+            .as_ref()
+            .map(|values| values[positions.clone()].to_vec())
+    };
+    let first = mini.rows.get(positions.start).copied().unwrap_or(0);
+    let rows = mini.rows[positions.clone()].iter();
+    let own = MiniBatch {
+        counts: mini.counts,
+        old_log_probs: Some(now),
+        advantages: of(&mini.advantages),
+        ref_log_probs: of(&mini.ref_log_probs),
+        rollout_log_probs: of(&mini.rollout_log_probs),
+        rollout_weights: of(&mini.rollout_weights),
+        ..MiniBatch::new(rows.map(|row| row - first).collect())
+    };
+    let prepared = objective.prepare(&own)?;
+    prepared.loss(&micro_batch(&(0..own.num_tokens()), packed))
 }
 
 /// The model's output for the tokens at `positions` of a mini-batch.
@@ -483,6 +487,7 @@ impl Stage for UpdateStage {
             let tokens = self.cuts.epochs * columns.rows.num_tokens();
             context.record(&TOKENS, tokens as f64);
         }
+        sleep_engines(context.models);
         let mini_batches = self.cuts.mini_batches(input.num_rows());
         let mut skipped = 0;
         for (index, rows) in mini_batches.enumerate() {
@@ -506,8 +511,7 @@ impl Stage for UpdateStage {
                 pass: index * self.cuts.epochs / steps,
                 is_first: index == 0,
             };
-            let moved =
-                self.mini_step(resource.policy.as_mut(), &columns, rows, at, context.sink)?;
+            let moved = self.mini_step(resource.policy_mut(), &columns, rows, at, context.sink)?;
             skipped += usize::from(!moved);
         }
         report_skipped(context, &columns.rows, skipped, steps);

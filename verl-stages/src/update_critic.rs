@@ -18,7 +18,7 @@ use verl_words::stage::{
 };
 
 use crate::losses::{AggregationName, aggregation};
-use crate::model::{VALUE_MODEL, ValueResource};
+use crate::model::{VALUE_MODEL, ValueResource, sleep_engines};
 use crate::settings::metrics;
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
 use crate::values::values_of;
@@ -180,15 +180,16 @@ impl UpdateCriticStage {
             return Ok(false);
         }
         let prepared = self.objective.prepare(&mini).map_err(StageError::failed)?;
-        let (ids, unit) = (columns.rows.ids(), self.objective.cut_unit());
-        let shares = Shares::of(&mini, ids, rows, self.cuts, unit, |micro, shares| {
-            critic.accumulate(
-                &columns.rows.score_rows(micro.rows.clone()),
-                &|row, token| columns.rows.is_action(micro.rows.start + row, token),
-                &mut |packed| {
-                    let tokens = micro.tokens.clone().collect();
-                    let micro = MicroBatch::of_values(tokens, packed.values.clone());
-                    shares.take(prepared.loss(&micro), packed.values)
+        let (ids, cuts) = (columns.rows.ids(), (self.cuts, self.objective.cut_unit()));
+        let round_len = critic.round_len();
+        let shares = Shares::of(&mini, ids, rows, cuts, round_len, |round, reports| {
+            critic.accumulate_round(
+                &columns.rows.round(round),
+                &|micro, row, token| columns.rows.is_action(round[micro].rows.start + row, token),
+                &|micro, packed| {
+                    let tokens = round[micro].tokens.clone().collect();
+                    let batch = MicroBatch::of_values(tokens, packed.values.clone());
+                    reports.take(micro, prepared.loss(&batch), packed.values)
                 },
             )
         })?;
@@ -228,6 +229,7 @@ impl Stage for UpdateCriticStage {
         let values = columns.rows.packed(columns.values, all.clone());
         let returns = columns.rows.packed(columns.returns, all);
         report_fit(&values, &returns, context.sink);
+        sleep_engines(context.models);
         let critic = find_model::<ValueResource>(context.models, &self.model)?;
         let (mut skipped, mut steps) = (0, 0);
         for rows in self.cuts.mini_batches(input.num_rows()) {

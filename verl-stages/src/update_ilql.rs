@@ -12,6 +12,7 @@ use verl_algos::ilql::{IlqlBatch, IlqlLoss, IlqlMicroBatch, TargetSync};
 use verl_algos::losses::MetricId;
 use verl_algos::{Counts, CutUnit, MiniBatch, Ragged as AlgoRagged};
 use verl_models::ilql::{IlqlModel, IlqlPolicy};
+use verl_models::model::RoundError;
 use verl_words::batch::Batch;
 use verl_words::keys::{MASK_KINDS, PROMPTS, RESPONSES, REWARDS};
 use verl_words::stage::{
@@ -19,7 +20,7 @@ use verl_words::stage::{
     StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
-use crate::model::{POLICY, PolicyResource};
+use crate::model::{POLICY, PolicyResource, sleep_engines};
 use crate::settings::{metrics, refusal};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
 
@@ -175,31 +176,32 @@ impl UpdateIlqlStage {
         let prepared = loss.prepare(&batch).map_err(StageError::failed)?;
         let mini = MiniBatch::new(batch.rows());
         let first = rows.start;
-        let shares = Shares::of(
-            &mini,
-            columns.rows.ids(),
-            rows,
-            self.cuts,
-            CutUnit::Row,
-            |micro, shares| {
+        let (ids, cuts) = (columns.rows.ids(), (self.cuts, CutUnit::Row));
+        let shares = Shares::of(&mini, ids, rows, cuts, 1, |round, reports| {
+            let each = round.iter().enumerate().map(|(index, micro)| {
                 let start = micro.rows.start;
-                model.accumulate_ilql(
+                let loss = model.accumulate_ilql(
                     &columns.rows.score_rows(micro.rows.clone()),
                     &|row, token| columns.is_action(start + row, token),
                     &mut |packed| {
                         let output = packed.values.clone();
-                        let micro = IlqlMicroBatch {
+                        let batch = IlqlMicroBatch {
                             rows: packed.rows.iter().map(|row| start - first + row).collect(),
                             qs: packed.qs,
                             target_qs: packed.target_qs,
                             values: packed.values,
                             logits: packed.logits,
                         };
-                        shares.take(prepared.loss(&micro), output)
+                        reports.take(index, prepared.loss(&batch), output)
                     },
-                )
-            },
-        )?;
+                );
+                loss.map_err(|error| RoundError {
+                    micro: index,
+                    error,
+                })
+            });
+            each.collect()
+        })?;
         let report = self.optimizer.step(model, &self.config.model)?;
         let sync = self.config.sync();
         let due = sync.is_due(model.optimizer_steps());
@@ -247,9 +249,10 @@ impl Stage for UpdateIlqlStage {
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
         let columns = Columns::new(&input)?;
+        sleep_engines(context.models);
         let name = &self.config.model;
         let resource = find_model::<PolicyResource>(context.models, name)?;
-        let Some(model) = IlqlPolicy::of(resource.policy.as_mut()) else {
+        let Some(model) = IlqlPolicy::of(resource.policy_mut()) else {
             return Err(StageError::Model {
                 name: name.clone(),
                 reason: "has no value heads; declare it with `kind = \"ilql_lm\"`".to_owned(),

@@ -18,7 +18,7 @@ use verl_words::stage::{
 };
 
 use crate::generate::TOKENS;
-use crate::model::{VALUE_MODEL, ValueResource};
+use crate::model::{VALUE_MODEL, ValueResource, sleep_engines};
 use crate::settings::{metrics, refusal};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares};
 
@@ -143,13 +143,13 @@ impl UpdateRewardModelStage {
         let margins = margins.map(|margins| margins[pairs].to_vec());
         let mini = mini_batch(rows.len(), margins);
         let prepared = self.objective.prepare(&mini).map_err(StageError::failed)?;
-        let (cuts, unit) = (self.cuts, self.objective.cut_unit());
-        let shares = Shares::of(&mini, columns.ids(), rows, cuts, unit, |micro, shares| {
-            let rows = columns.score_rows(micro.rows.clone());
-            model.accumulate_scores(&rows, &mut |scores| {
-                let rows = micro.tokens.clone().collect();
-                let micro = MicroBatch::of_values(rows, scores.clone());
-                shares.take(prepared.loss(&micro), scores)
+        let (ids, cuts) = (columns.ids(), (self.cuts, self.objective.cut_unit()));
+        let round_len = model.round_len();
+        let shares = Shares::of(&mini, ids, rows, cuts, round_len, |round, reports| {
+            model.accumulate_scores_round(&columns.round(round), &|micro, scores| {
+                let rows = round[micro].tokens.clone().collect();
+                let batch = MicroBatch::of_values(rows, scores.clone());
+                reports.take(micro, prepared.loss(&batch), scores)
             })
         })?;
         let report = self.optimizer.step(model, &self.model)?;
@@ -201,6 +201,7 @@ impl Stage for UpdateRewardModelStage {
             });
         let tokens = self.cuts.epochs * columns.num_tokens();
         context.record(&TOKENS, tokens as f64);
+        sleep_engines(context.models);
         let resource = find_model::<ValueResource>(context.models, &self.model)?;
         for rows in self.cuts.mini_batches(input.num_rows()) {
             if context.cancel.is_cancelled() {

@@ -84,6 +84,14 @@ pub enum ModelError {
         /// What was requested.
         what: &'static str,
     },
+    /// A replica of the model panicked or stopped answering; nothing was changed.
+    #[error("replica {replica} of the model failed: {reason}; the weights are unchanged")]
+    Replica {
+        /// Its number, from 0.
+        replica: usize,
+        /// Why.
+        reason: String,
+    },
     /// A model without optimiser was asked to train.
     #[error("the model is frozen: it was declared without an optimiser")]
     Frozen,

@@ -7,8 +7,9 @@ use burn::backend::{Backend, Dispatch, Flex, backend_extension};
 use burn::tensor::{DType, Tensor, TensorData};
 use rayon::prelude::*;
 
-/// Elements of a task. Partial sums are formed per task and added in order, so results do not depend on threads.
-const TASK: usize = 1 << 14;
+/// Elements of a task. Partial sums are formed per task and added in order, so results do not depend on threads, and not on
+/// where a parameter is divided, if it is divided between tasks.
+pub const TASK: usize = 1 << 14;
 
 /// The scalars of one AdamW update of one parameter.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -222,13 +223,21 @@ impl OptimizerOps for Flex {
             .layout()
             .contiguous_offsets()
             .unwrap_or((0, tensor.layout().num_elements()));
-        let partial: Vec<f64> = tensor.storage::<f32>()[start..end]
-            .par_chunks(TASK)
-            .map(sum_of_squares_of)
-            .collect();
-        let sum = partial.iter().sum::<f64>() as f32;
+        let partial = task_squares(&tensor.storage::<f32>()[start..end]);
+        let sum = sum_of_tasks(&partial);
         FlexTensor::from_data(TensorData::new(vec![sum], [1]))
     }
+}
+
+/// Sums of the squares of each task of a parameter, or of a part of it that begins and ends between tasks.
+pub fn task_squares(values: &[f32]) -> Vec<f64> {
+    let tasks = values.par_chunks(TASK);
+    tasks.map(sum_of_squares_of).collect()
+}
+
+/// The result of [`sum_of_squares`] on the CPU from the sums of all tasks of a parameter, in order.
+pub fn sum_of_tasks(squares: &[f64]) -> f32 {
+    squares.iter().sum::<f64>() as f32
 }
 
 /// [`AdamWScalars`] in f32.

@@ -37,15 +37,19 @@ impl Block {
         self.0.len() == shape.len() && self.0.iter().zip(shape).all(fits)
     }
 
+    /// Whether the blocks have cells in common.
+    #[must_use]
+    pub fn overlaps(&self, other: &Block) -> bool {
+        let mut axes = self.0.iter().zip(&other.0);
+        axes.all(|(a, b)| a.start.max(b.start) < a.end.min(b.end))
+    }
+
     /// The cells of both; `None` if there are none.
     #[must_use]
     pub fn intersection(&self, other: &Block) -> Option<Block> {
         let axes = self.0.iter().zip(&other.0);
-        let common = Block(
-            axes.map(|(a, b)| a.start.max(b.start)..a.end.min(b.end))
-                .collect(),
-        );
-        (!common.0.iter().any(Range::is_empty)).then_some(common)
+        let common = axes.map(|(a, b)| a.start.max(b.start)..a.end.min(b.end));
+        self.overlaps(other).then(|| Block(common.collect()))
     }
 
     /// Whether every cell of `other` is in this block.

@@ -314,14 +314,17 @@ pub fn plan(
     };
     let mut ranks = vec![RankFigures::default(); destination.ranks()];
     for tensor in 0..source.tensors().len() {
-        let blocks: Vec<Vec<Block>> = (0..source.ranks())
-            .map(|rank| source.blocks(tensor, rank))
-            .collect();
+        let holders = (0..source.ranks()).map(|rank| (rank, source.blocks(tensor, rank)));
+        let holders: Vec<_> = holders.filter(|(_, own)| !own.is_empty()).collect();
         let size = source.tensors()[tensor].element.size();
         for (rank, figures) in ranks.iter_mut().enumerate() {
             let needed = destination.blocks(tensor, rank);
-            let rest = planner.keep(tensor, rank, needed, &blocks);
-            let received = planner.fetch(tensor, rank, rest, &blocks, size);
+            let own = topology.own[rank];
+            let rest = match own {
+                Some(own) => planner.keep(tensor, own, rank, needed, &source.blocks(tensor, own)),
+                None => needed,
+            };
+            let received = planner.fetch(tensor, rank, rest, &holders, size);
             let received = received.map_err(|block| PlanError::Missing {
                 tensor: source.tensors()[tensor].name.clone(),
                 block,
@@ -329,7 +332,7 @@ pub fn plan(
             })?;
             let bytes = destination.tensor_bytes(tensor, rank) as u64;
             let reused = bytes - received;
-            let own = topology.own[rank].map_or(0, |own| source.tensor_bytes(tensor, own) as u64);
+            let own = own.map_or(0, |own| source.tensor_bytes(tensor, own) as u64);
             figures.received += received;
             figures.reused += reused;
             figures.peak += bytes;
@@ -386,18 +389,16 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
-    /// Lists the cells of `needed` that the rank has itself; returns the others.
+    /// Lists the cells of `needed` that the rank has as rank `own` of the source, in `blocks`; returns the others.
     fn keep(
         &mut self,
         tensor: usize,
+        own: usize,
         rank: usize,
         mut needed: Vec<Block>,
-        blocks: &[Vec<Block>],
+        blocks: &[Block],
     ) -> Vec<Block> {
-        let Some(own) = self.topology.own[rank] else {
-            return needed;
-        };
-        for block in &blocks[own] {
+        for block in blocks {
             let mut rest = Vec::new();
             for needed in needed {
                 if let Some(common) = needed.intersection(block) {
@@ -415,24 +416,28 @@ impl Planner<'_> {
         needed
     }
 
-    /// Assigns the cells of `needed` to source ranks; returns their bytes, or cells that nobody has.
+    /// Assigns the cells of `needed` to source ranks, of which `holders` have some; returns their bytes, or cells that nobody
+    /// has.
     fn fetch(
         &mut self,
         tensor: usize,
         rank: usize,
         needed: Vec<Block>,
-        blocks: &[Vec<Block>],
+        holders: &[(usize, Vec<Block>)],
         size: usize,
     ) -> Result<u64, Block> {
         let mut waiting = VecDeque::from(needed);
         let mut received = 0;
         while let Some(block) = waiting.pop_front() {
-            let offers = blocks.iter().enumerate().filter_map(|(source, own)| {
-                let common = own.iter().find_map(|own| block.intersection(own))?;
+            let offers = holders.iter().filter_map(|&(source, ref own)| {
+                let own = own.iter().find(|own| block.overlaps(own))?;
                 let distance = self.topology.distance(source, rank);
-                Some(((distance, self.sent[source], source), common))
+                Some(((distance, self.sent[source], source), own))
             });
-            let Some(((_, _, source), common)) = offers.min_by_key(|(order, _)| *order) else {
+            let best = offers.min_by_key(|(order, _)| *order);
+            let best =
+                best.and_then(|((.., source), own)| Some((source, block.intersection(own)?)));
+            let Some((source, common)) = best else {
                 return Err(block);
             };
             waiting.extend(block.without(&common));

@@ -350,8 +350,8 @@ pub fn synchronise(
     sink.finish()
 }
 
-/// Reads cells of a tensor, by its position, into bytes.
-type Read = Box<dyn Fn(usize, Range<usize>) -> Result<Vec<u8>, String> + Send>;
+/// Appends cells of a tensor, by its position, to bytes.
+type Read = Box<dyn Fn(usize, Range<usize>, &mut Vec<u8>) -> Result<(), String> + Send>;
 
 /// A source of tensors that are read when their bucket is requested.
 pub struct BucketSource {
@@ -362,8 +362,8 @@ pub struct BucketSource {
 
 impl BucketSource {
     /// Cuts `tensors` into buckets of `bucket_bytes`: a tensor that does not fit into the rest of a bucket starts the next
-    /// one, and a tensor that is larger than a bucket is cut. `read(tensor, cells)` returns the bytes of cells of a tensor, by
-    /// its position.
+    /// one, and a tensor that is larger than a bucket is cut. `read(tensor, cells, bytes)` appends cells of a tensor, by its
+    /// position, to the bytes of a bucket.
     ///
     /// # Errors
     /// A bucket is smaller than a cell.
@@ -371,7 +371,7 @@ impl BucketSource {
         version: WeightsVersion,
         tensors: Vec<TensorSpec>,
         bucket_bytes: usize,
-        read: impl Fn(usize, Range<usize>) -> Result<Vec<u8>, String> + Send + 'static,
+        read: impl Fn(usize, Range<usize>, &mut Vec<u8>) -> Result<(), String> + Send + 'static,
     ) -> Result<Self, SyncError> {
         if let Some(tensor) = tensors.iter().find(|own| own.element.size() > bucket_bytes) {
             return Err(SyncError::BucketSize {
@@ -420,21 +420,23 @@ impl WeightSource for BucketSource {
             bytes: Vec::new(),
             checksum: 0,
         };
+        let tensors = &self.manifest.tensors;
+        let length = |slot: &Slot| slot.cells.len() * tensors[slot.item].element.size();
+        bucket.bytes.reserve_exact(slots.iter().map(length).sum());
         for slot in slots {
-            let tensor = self.manifest.tensors[slot.item].clone();
-            let expected = slot.cells.len() * tensor.element.size();
-            let bytes = match (self.read)(slot.item, slot.cells.clone()) {
-                Ok(bytes) if bytes.len() == expected => Ok(bytes),
-                Ok(bytes) => Err(format!("{} bytes instead of {expected}", bytes.len())),
-                Err(reason) => Err(reason),
-            };
-            let bytes = bytes.map_err(|reason| SyncError::Read {
+            let tensor = tensors[slot.item].clone();
+            let mut read = (self.read)(slot.item, slot.cells.clone(), &mut bucket.bytes);
+            let got = bucket.bytes.len().saturating_sub(slot.offset);
+            let expected = length(slot);
+            if read.is_ok() && got != expected {
+                read = Err(format!("{got} bytes instead of {expected}"));
+            }
+            read.map_err(|reason| SyncError::Read {
                 version: bucket.version.clone(),
                 bucket: index,
                 tensor: tensor.name.clone(),
                 reason,
             })?;
-            bucket.bytes.extend_from_slice(&bytes);
             bucket.entries.push(BucketEntry {
                 tensor,
                 cells: slot.cells.clone(),

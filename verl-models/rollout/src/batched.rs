@@ -7,7 +7,7 @@ use verl_decoder::decoder::Decoder;
 use verl_kernels::device::DeviceKind;
 
 use super::engine::{
-    FinishReason, RolloutEngine, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
+    FinishReason, OutputSink, PreparedModel, RolloutError, RolloutRequest, SamplingSettings,
     check_requests,
 };
 use super::host::HostDecoder;
@@ -24,30 +24,7 @@ pub const MAX_ROWS: usize = 64;
 /// Share of a GPU's memory that keys and values of a rollout may take.
 pub const CACHE_SHARE: f64 = 0.4;
 
-/// The batched engine of [`Decoder`].
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Batched;
-
-impl RolloutEngine<Decoder> for Batched {
-    const NAME: &'static str = "batched";
-
-    fn generate(
-        model: &Decoder,
-        requests: &[RolloutRequest],
-        settings: &SamplingSettings,
-        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
-    ) -> Result<(), RolloutError> {
-        let arithmetic = Arithmetic::of(model);
-        #[cfg(feature = "cuda")]
-        if arithmetic == Arithmetic::Tensors && super::device::supports(model, settings) {
-            Sampling::new(settings)?;
-            return super::device::generate(&model.valid(), requests, settings, on_done);
-        }
-        generate_by(arithmetic, model, requests, settings, on_done)
-    }
-}
-
-/// How the batched engine computes a step.
+/// How a step is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arithmetic {
     /// Loops over packed weights on the host, in f32.
@@ -67,34 +44,110 @@ impl Arithmetic {
     }
 }
 
-/// [`Batched`] with a chosen arithmetic; see [`RolloutEngine::generate`].
+/// A decoder that is prepared for continuous batching.
+pub struct Batched {
+    arithmetic: Prepared,
+    vocab_size: usize,
+    max_tokens: usize,
+}
+
+/// What is kept between calls.
+enum Prepared {
+    /// Packed weights.
+    Host(HostDecoder),
+    /// The decoder, which shares the weights of the original. Caches and graphs are made for each call: their sizes
+    /// follow from its requests, and only one decoder of a process may have the kernel of all layers.
+    Tensors {
+        decoder: Decoder,
+        /// Whether the device decodes on its own where it can.
+        #[cfg_attr(
+            not(feature = "cuda"),
+            expect(dead_code, reason = "only read with CUDA")
+        )]
+        on_device: bool,
+    },
+}
+
+impl Batched {
+    /// Prepares the current weights of `model`, with the arithmetic for its device.
+    ///
+    /// # Errors
+    /// [`RolloutError::Device`] when weights cannot be read.
+    pub fn new(model: &Decoder) -> Result<Self, RolloutError> {
+        Self::prepared(model, Arithmetic::of(model), true)
+    }
+
+    /// The same with a chosen arithmetic.
+    ///
+    /// # Errors
+    /// As [`Batched::new`].
+    pub fn by(arithmetic: Arithmetic, model: &Decoder) -> Result<Self, RolloutError> {
+        Self::prepared(model, arithmetic, false)
+    }
+
+    fn prepared(
+        model: &Decoder,
+        arithmetic: Arithmetic,
+        on_device: bool,
+    ) -> Result<Self, RolloutError> {
+        // The snapshot shares the weights and records no graph.
+        let decoder = model.valid();
+        Ok(Batched {
+            vocab_size: model.vocab_size(),
+            max_tokens: model.max_tokens(),
+            arithmetic: match arithmetic {
+                Arithmetic::Host => Prepared::Host(HostDecoder::new(&decoder)?),
+                Arithmetic::Tensors => Prepared::Tensors { decoder, on_device },
+            },
+        })
+    }
+}
+
+impl PreparedModel for Batched {
+    fn generate(
+        &mut self,
+        requests: &[RolloutRequest],
+        settings: &SamplingSettings,
+        on_done: &mut OutputSink<'_>,
+    ) -> Result<(), RolloutError> {
+        let sampling = Sampling::new(settings)?;
+        check_requests(requests, self.vocab_size, self.max_tokens)?;
+        let sampling = sampling.within(self.max_tokens);
+        let tokens = longest(requests, self.max_tokens);
+        match &mut self.arithmetic {
+            Prepared::Host(steps) => {
+                let rows = requests.len().min(MAX_ROWS);
+                steps.begin(rows, tokens);
+                let done = Rollout::new(steps, rows, requests, &sampling).run(on_done);
+                steps.end();
+                done
+            }
+            #[cfg(feature = "cuda")]
+            Prepared::Tensors {
+                decoder,
+                on_device: true,
+            } if super::device::supports(decoder, settings) => {
+                super::device::generate(decoder, requests, settings, on_done)
+            }
+            Prepared::Tensors { decoder, .. } => {
+                let mut steps = TensorDecoder::new(decoder.clone(), MAX_ROWS, tokens);
+                Rollout::new(&mut steps, MAX_ROWS, requests, &sampling).run(on_done)
+            }
+        }
+    }
+}
+
+/// Samples once; see [`PreparedModel::generate`].
 ///
 /// # Errors
-/// The same as [`RolloutEngine::generate`].
-pub fn generate_by(
-    arithmetic: Arithmetic,
+/// The same as [`PreparedModel::generate`].
+pub fn generate(
     model: &Decoder,
     requests: &[RolloutRequest],
     settings: &SamplingSettings,
-    on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
+    on_done: &mut OutputSink<'_>,
 ) -> Result<(), RolloutError> {
-    let sampling = Sampling::new(settings)?;
-    check_requests(requests, model.vocab_size(), model.max_tokens())?;
-    // The snapshot shares the weights and records no graph.
-    let model = model.valid();
-    let max_tokens = model.max_tokens();
-    let (rows, tokens) = (requests.len().min(MAX_ROWS), longest(requests, max_tokens));
-    let sampling = sampling.within(max_tokens);
-    match arithmetic {
-        Arithmetic::Host => {
-            let mut steps = HostDecoder::new(&model, rows, tokens)?;
-            Rollout::new(&mut steps, rows, requests, &sampling).run(on_done)
-        }
-        Arithmetic::Tensors => {
-            let mut steps = TensorDecoder::new(model, MAX_ROWS, tokens);
-            Rollout::new(&mut steps, MAX_ROWS, requests, &sampling).run(on_done)
-        }
-    }
+    Batched::new(model)?.generate(requests, settings, on_done)
 }
 
 /// Tokens of the longest sequence that `requests` and the context allow.
@@ -196,8 +249,6 @@ impl<'a> Sampling<'a> {
     }
 }
 
-type OnDone<'a> = &'a mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>;
-
 /// A running rollout.
 pub(crate) struct Rollout<'a, M: StepModel> {
     model: &'a mut M,
@@ -232,8 +283,9 @@ impl<'a, M: StepModel> Rollout<'a, M> {
     ///
     /// # Errors
     /// See [`RolloutError`].
-    pub fn run(mut self, on_done: OnDone<'_>) -> Result<(), RolloutError> {
+    pub fn run(mut self, on_done: &mut OutputSink<'_>) -> Result<(), RolloutError> {
         loop {
+            self.sampling.settings.check_cancelled()?;
             self.admit(on_done)?;
             if self.slots.iter().all(Option::is_none) {
                 return Ok(());
@@ -244,7 +296,7 @@ impl<'a, M: StepModel> Rollout<'a, M> {
 
     /// Fills free slots with waiting requests until no slot is free or no request waits. A response that ends with its
     /// first token leaves its slot free for the next request.
-    fn admit(&mut self, on_done: OnDone<'_>) -> Result<(), RolloutError> {
+    fn admit(&mut self, on_done: &mut OutputSink<'_>) -> Result<(), RolloutError> {
         loop {
             let free: Vec<usize> = (0..self.slots.len())
                 .filter(|&slot| self.slots[slot].is_none())
@@ -322,7 +374,7 @@ impl<'a, M: StepModel> Rollout<'a, M> {
     }
 
     /// Decodes one token for every slot that has a row.
-    fn step(&mut self, on_done: OnDone<'_>) -> Result<(), RolloutError> {
+    fn step(&mut self, on_done: &mut OutputSink<'_>) -> Result<(), RolloutError> {
         let last = |row: &Option<Row>| row.as_ref().and_then(Row::last_token);
         let ids: Vec<Option<u32>> = self.slots.iter().map(last).collect();
         let logits = self.model.step(&ids)?;

@@ -20,7 +20,7 @@ use verl_kernels::pool::{BLOCK, blocks_for, blocks_of};
 
 use super::batched::CACHE_SHARE;
 use super::engine::{
-    FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings, check_requests,
+    FinishReason, OutputSink, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
 };
 use super::row_steps;
 use crate::interface::ModelInterface;
@@ -37,8 +37,6 @@ const FILLED: usize = 16;
 const MIN_STEPS_TO_MOVE: usize = 32;
 /// Most ids that end a response.
 const MAX_EOS_IDS: usize = 32;
-
-type OnDone<'a> = &'a mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>;
 
 /// Whether the device can answer requests on its own: the host must check stop texts, and a penalty needs all ids of
 /// the prompt.
@@ -107,7 +105,7 @@ fn gain(norm: &RmsNorm) -> Tensor<1> {
     norm.weight.val()
 }
 
-/// Samples all responses; `settings` must have been checked.
+/// Samples all responses; `requests` and `settings` must have been checked.
 ///
 /// # Errors
 /// See [`RolloutError`].
@@ -115,9 +113,8 @@ pub(crate) fn generate(
     model: &Decoder,
     requests: &[RolloutRequest],
     settings: &SamplingSettings,
-    on_done: OnDone<'_>,
+    on_done: &mut OutputSink<'_>,
 ) -> Result<(), RolloutError> {
-    check_requests(requests, model.vocab_size(), model.max_tokens())?;
     let rooms: Vec<usize> = requests
         .iter()
         .map(|request| request.room(model.max_tokens()))
@@ -147,6 +144,7 @@ pub(crate) fn generate(
     let batch = Batch {
         decoder,
         requests,
+        settings,
         rooms,
         max_tokens: model.max_tokens(),
         slots: vec![None; sizes.rows],
@@ -198,6 +196,7 @@ fn drawing(settings: &SamplingSettings) -> Drawing {
 struct Batch<'a> {
     decoder: DeviceDecoder,
     requests: &'a [RolloutRequest],
+    settings: &'a SamplingSettings,
     /// Most tokens of each response.
     rooms: Vec<usize>,
     /// Tokens of the model's context.
@@ -210,8 +209,9 @@ struct Batch<'a> {
 }
 
 impl Batch<'_> {
-    fn run(mut self, on_done: OnDone<'_>) -> Result<(), RolloutError> {
+    fn run(mut self, on_done: &mut OutputSink<'_>) -> Result<(), RolloutError> {
         loop {
+            self.settings.check_cancelled()?;
             self.admit(on_done)?;
             let live = self.slots.iter().zip(&self.left);
             let longest = live
@@ -255,7 +255,7 @@ impl Batch<'_> {
 
     /// Fills free rows with waiting requests, once enough are free. Adjacent requests with equal prompts share one pass
     /// over it.
-    fn admit(&mut self, on_done: OnDone<'_>) -> Result<(), RolloutError> {
+    fn admit(&mut self, on_done: &mut OutputSink<'_>) -> Result<(), RolloutError> {
         let requests = self.requests;
         let rows = self.slots.len();
         let free = self.slots.iter().filter(|slot| slot.is_none()).count();
@@ -306,7 +306,7 @@ impl Batch<'_> {
     }
 
     /// Returns the responses that have ended.
-    fn collect(&mut self, on_done: OnDone<'_>) -> Result<(), RolloutError> {
+    fn collect(&mut self, on_done: &mut OutputSink<'_>) -> Result<(), RolloutError> {
         let current = self.decoder.row_states().map_err(device)?;
         let ended: Vec<usize> = (0..self.slots.len())
             .filter(|&row| self.slots[row].is_some() && current.states[row] != state::LIVE)

@@ -1,5 +1,5 @@
 //! Plain decoding: the entire prefix is recomputed for each token. The reference against which other engines are
-//! tested, and the engine of every model without another: it needs only [`ModelInterface::hidden`] and the head.
+//! tested, and how every model without another one is sampled: it needs only [`ModelInterface::hidden`] and the head.
 //!
 //! Each request is decoded on its own, so other requests cannot change its bits.
 
@@ -7,40 +7,24 @@ use burn::tensor::{Int, Tensor, TensorData};
 use verl_decoder::blocks::linear::linear;
 
 use super::engine::{
-    FinishReason, RolloutEngine, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
-    check_requests,
+    FinishReason, OutputSink, RolloutError, RolloutRequest, SamplingSettings, check_requests,
 };
 use super::row::Row;
 use super::sampling::Sampler;
 use super::stop::StopRules;
 use crate::interface::ModelInterface;
 
-/// The plain engine.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Eager;
-
-impl<M: ModelInterface> RolloutEngine<M> for Eager {
-    const NAME: &'static str = "eager";
-
-    fn generate(
-        model: &M,
-        requests: &[RolloutRequest],
-        settings: &SamplingSettings,
-        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
-    ) -> Result<(), RolloutError> {
-        generate(model, requests, settings, on_done)
-    }
-}
-
-/// Samples responses one token at a time; see [`RolloutEngine::generate`].
+/// Samples responses one token at a time; see [`PreparedModel::generate`].
 ///
 /// # Errors
-/// The same as [`RolloutEngine::generate`].
+/// The same as [`PreparedModel::generate`].
+///
+/// [`PreparedModel::generate`]: crate::engine::PreparedModel::generate
 pub fn generate<M: ModelInterface>(
     model: &M,
     requests: &[RolloutRequest],
     settings: &SamplingSettings,
-    on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
+    on_done: &mut OutputSink<'_>,
 ) -> Result<(), RolloutError> {
     let mut sampler = Sampler::new(settings)?;
     let rules = StopRules::new(settings)?;
@@ -51,6 +35,7 @@ pub fn generate<M: ModelInterface>(
         let mut row = Row::new(index, request, settings, max_tokens);
         let mut finish = (row.limit() == 0).then_some(FinishReason::Length);
         while finish.is_none() {
+            settings.check_cancelled()?;
             let prefix = [request.prompt.as_slice(), row.tokens()].concat();
             finish = row.advance(&next_logits(&model, &prefix)?, &mut sampler, &rules)?;
         }
@@ -89,6 +74,7 @@ pub fn read(tensor: Tensor<2>) -> Result<Vec<f32>, RolloutError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::RolloutOutput;
     use crate::toy::{Toy, VOCAB};
     use verl_kernels::random::{DrawKey, Purpose};
 

@@ -1,8 +1,8 @@
-//! The decoder for a rollout on a CPU: weights are packed once per rollout, keys and values are in blocks, and there is
-//! no tensor operation in between, whose fixed cost exceeds the arithmetic of a small model.
+//! The decoder for rollouts on a CPU: weights are packed once, keys and values are in blocks, and there is no tensor
+//! operation in between, whose fixed cost exceeds the arithmetic of a small model.
 //!
-//! It computes in f32 for any dtype of the weights, and accepts the weights of any device. The packed copy lives as
-//! long as the rollout and takes four bytes per parameter.
+//! It computes in f32 for any dtype of the weights, and accepts the weights of any device. The packed copy takes four
+//! bytes per parameter.
 
 use std::sync::Arc;
 
@@ -43,6 +43,9 @@ struct Weights {
     epsilon: f32,
     query_heads: usize,
     kv: KvShape,
+    rope: RopeConfig,
+    /// Tokens of the longest sequence of the call.
+    positions: usize,
     /// Cosines and sines of each position, `[positions][2][Dh/2]`.
     rotations: Vec<f32>,
     /// Whether weights are small enough for threads to divide the rows.
@@ -61,11 +64,11 @@ struct Layer {
 }
 
 impl HostDecoder {
-    /// Packs the weights of `decoder` for `slots` rows of at most `tokens` tokens.
+    /// Packs the weights of `decoder`.
     ///
     /// # Errors
     /// [`RolloutError::Device`] when weights cannot be read.
-    pub fn new(decoder: &Decoder, slots: usize, tokens: usize) -> Result<Self, RolloutError> {
+    pub fn new(decoder: &Decoder) -> Result<Self, RolloutError> {
         let config = &decoder.config;
         let embedding = host(decoder.model.embed_tokens.weight.val())?;
         let head = match &decoder.lm_head {
@@ -89,13 +92,31 @@ impl HostDecoder {
                 heads: config.heads.key_value,
                 dim: config.heads.dim,
             },
-            rotations: rotations(&config.rope, config.heads.dim, tokens),
+            rope: config.rope,
+            positions: 0,
+            rotations: Vec::new(),
             cached: bytes <= CACHED_BYTES,
         };
         Ok(HostDecoder {
             weights,
-            slots: (0..slots).map(|_| None).collect(),
+            slots: Vec::new(),
         })
+    }
+
+    /// Prepares a call with `slots` rows of at most `tokens` tokens.
+    pub fn begin(&mut self, slots: usize, tokens: usize) {
+        let weights = &mut self.weights;
+        // Frequencies may depend on the longest sequence.
+        if tokens != weights.positions {
+            weights.rotations = rotations(&weights.rope, weights.kv.dim, tokens);
+            weights.positions = tokens;
+        }
+        self.slots = (0..slots).map(|_| None).collect();
+    }
+
+    /// Frees the sequences of a call, which remain if it failed.
+    pub fn end(&mut self) {
+        self.slots.clear();
     }
 }
 

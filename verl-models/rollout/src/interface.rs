@@ -9,8 +9,10 @@ use verl_decoder::decoder::Decoder;
 use verl_decoder::error::ModelError;
 use verl_decoder::padded::padded_hidden;
 
-use crate::EngineKind;
-use crate::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use crate::batched::Batched;
+use crate::engine::{
+    OutputSink, PreparedModel, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
+};
 
 /// A causal language model on burn. Implement it for your own `#[derive(Module)]` struct to train it.
 ///
@@ -80,6 +82,15 @@ pub trait ModelInterface: Module + 'static {
         crate::eager::generate(self, requests, settings, on_done)
     }
 
+    /// The model with its current weights, prepared for repeated sampling. Every call gives the same bits as
+    /// [`ModelInterface::generate`], which the default calls; a model that packs its weights overrides it.
+    ///
+    /// # Errors
+    /// The weights cannot be read.
+    fn prepare(&self) -> Result<Box<dyn PreparedModel>, RolloutError> {
+        Ok(Box::new(Unpacked(self.clone())))
+    }
+
     /// How the optimiser treats the parameter with this name and rank. By default vectors (norms, biases) do not decay.
     fn parameter_group(&self, _name: &str, rank: usize) -> ParameterGroup {
         ParameterGroup::of_rank(rank)
@@ -90,6 +101,20 @@ pub trait ModelInterface: Module + 'static {
     /// # Errors
     /// Files cannot be written.
     fn save(&self, dir: &Path) -> Result<(), ModelError>;
+}
+
+/// A model that packs nothing: it shares the weights of the original.
+struct Unpacked<M>(M);
+
+impl<M: ModelInterface> PreparedModel for Unpacked<M> {
+    fn generate(
+        &mut self,
+        requests: &[RolloutRequest],
+        settings: &SamplingSettings,
+        on_done: &mut OutputSink<'_>,
+    ) -> Result<(), RolloutError> {
+        self.0.generate(requests, settings, on_done)
+    }
 }
 
 /// How the optimiser treats a parameter.
@@ -152,7 +177,11 @@ impl ModelInterface for Decoder {
         settings: &SamplingSettings,
         on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
     ) -> Result<(), RolloutError> {
-        EngineKind::default().generate(self, requests, settings, on_done)
+        self.prepare()?.generate(requests, settings, on_done)
+    }
+
+    fn prepare(&self) -> Result<Box<dyn PreparedModel>, RolloutError> {
+        Ok(Box::new(Batched::new(self)?))
     }
 
     fn save(&self, dir: &Path) -> Result<(), ModelError> {

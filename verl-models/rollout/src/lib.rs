@@ -2,7 +2,10 @@
 //!
 //! This crate knows neither file formats nor optimisers.
 //!
-//! | Engine | Models | How |
+//! A [`RolloutEngine`](engine::RolloutEngine) is an object that loads a version of a policy's weights and then samples
+//! from it. The [native engine](native) samples in this process; how depends on the model:
+//!
+//! | Decoding | Models | How |
 //! |---|---|---|
 //! | [`eager`] | all | recomputes the prefix for each token; the reference |
 //! | [`batched`] | [`Decoder`] | continuous batching with a KV cache; on an NVIDIA GPU a step is a captured graph that draws its tokens there |
@@ -16,12 +19,14 @@
 )]
 
 pub mod batched;
+mod cancel;
 #[cfg(feature = "cuda")]
 mod device;
 pub mod eager;
 pub mod engine;
 mod host;
 pub mod interface;
+pub mod native;
 mod race;
 pub mod row;
 pub mod row_steps;
@@ -32,16 +37,15 @@ mod tensor;
 #[cfg(test)]
 mod toy;
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 use verl_decoder::decoder::Decoder;
 
-use self::engine::{RolloutEngine, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use self::engine::{OutputSink, RolloutError, RolloutRequest, SamplingSettings};
 
-/// The engine that samples from a decoder.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum EngineKind {
+pub use self::cancel::Cancel;
+
+/// How a decoder is sampled.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub enum Decoding {
     /// Recomputes the prefix for each token; slow, the reference.
     Eager,
     /// Continuous batching with a KV cache.
@@ -49,46 +53,24 @@ pub enum EngineKind {
     Batched,
 }
 
-impl EngineKind {
-    /// Every engine, the reference first.
-    pub const ALL: &[EngineKind] = &[EngineKind::Eager, EngineKind::Batched];
+impl Decoding {
+    /// All of them, the reference first.
+    pub const ALL: &[Decoding] = &[Decoding::Eager, Decoding::Batched];
 
-    /// Name in tables and configuration.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            EngineKind::Eager => <eager::Eager as RolloutEngine<Decoder>>::NAME,
-            EngineKind::Batched => <batched::Batched as RolloutEngine<Decoder>>::NAME,
-        }
-    }
-
-    /// Samples with this engine; see [`RolloutEngine::generate`].
+    /// Samples in this way, once; see [`PreparedModel::generate`](engine::PreparedModel::generate).
     ///
     /// # Errors
-    /// The same as [`RolloutEngine::generate`].
+    /// The same as [`PreparedModel::generate`](engine::PreparedModel::generate).
     pub fn generate(
         self,
         decoder: &Decoder,
         requests: &[RolloutRequest],
         settings: &SamplingSettings,
-        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
+        on_done: &mut OutputSink<'_>,
     ) -> Result<(), RolloutError> {
         match self {
-            EngineKind::Eager => eager::Eager::generate(decoder, requests, settings, on_done),
-            EngineKind::Batched => batched::Batched::generate(decoder, requests, settings, on_done),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn engines_have_the_names_that_files_give_them() {
-        for engine in EngineKind::ALL {
-            let text = serde_json::to_value(engine).unwrap();
-            assert_eq!(text, serde_json::json!(engine.name()));
+            Decoding::Eager => eager::generate(decoder, requests, settings, on_done),
+            Decoding::Batched => batched::generate(decoder, requests, settings, on_done),
         }
     }
 }

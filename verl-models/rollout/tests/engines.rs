@@ -1,23 +1,27 @@
 //! One suite for all rollout engines: each samples the same as the plain engine, and fulfils the contract of
-//! `RolloutEngine`.
+//! `PreparedModel`.
 
 #![expect(
     clippy::disallowed_methods,
     reason = "tests compare with the standard library's functions within a tolerance"
 )]
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use verl_decoder::blocks::attention::Heads;
 use verl_decoder::blocks::rope::{RopeConfig, RopeScaling};
 use verl_decoder::decoder::{Decoder, DecoderConfig};
 use verl_kernels::random::{DrawKey, Purpose};
-use verl_rollout::EngineKind;
-use verl_rollout::batched::{Arithmetic, generate_by};
+use verl_rollout::batched::{Arithmetic, Batched};
 use verl_rollout::engine::{
-    FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
+    FinishReason, OutputSink, PreparedModel, RolloutError, RolloutOutput, RolloutRequest,
+    SamplingSettings,
 };
 use verl_rollout::interface::ModelInterface;
 use verl_rollout::stop::TextDecoder;
+use verl_rollout::{Cancel, Decoding};
 
 /// Difference between log-probs of an engine and of a fresh forward pass: f32 sums in a different order.
 const LOG_PROB_TOLERANCE: f64 = 1e-4;
@@ -159,18 +163,18 @@ fn requests(count: usize) -> Vec<RolloutRequest> {
         .collect()
 }
 
-/// An engine as users select it, or the batched engine with a given arithmetic.
+/// A way to decode, or batches with a given arithmetic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Engine {
-    Kind(EngineKind),
+    Kind(Decoding),
     By(Arithmetic),
 }
 
-const EAGER: Engine = Engine::Kind(EngineKind::Eager);
+const EAGER: Engine = Engine::Kind(Decoding::Eager);
 
 /// Every engine, the reference first.
 fn engines() -> Vec<Engine> {
-    let kinds = EngineKind::ALL.iter().map(|&kind| Engine::Kind(kind));
+    let kinds = Decoding::ALL.iter().map(|&kind| Engine::Kind(kind));
     kinds.chain([Engine::By(Arithmetic::Tensors)]).collect()
 }
 
@@ -180,11 +184,13 @@ impl Engine {
         decoder: &Decoder,
         requests: &[RolloutRequest],
         settings: &SamplingSettings,
-        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
+        on_done: &mut OutputSink<'_>,
     ) -> Result<(), RolloutError> {
         match self {
             Engine::Kind(kind) => kind.generate(decoder, requests, settings, on_done),
-            Engine::By(arithmetic) => generate_by(arithmetic, decoder, requests, settings, on_done),
+            Engine::By(arithmetic) => {
+                Batched::by(arithmetic, decoder)?.generate(requests, settings, on_done)
+            }
         }
     }
 }
@@ -408,7 +414,7 @@ fn a_decoder_is_sampled_by_the_batched_engine() {
         })
         .unwrap();
     let own: Vec<RolloutOutput> = own.into_iter().flatten().collect();
-    let batched = Engine::Kind(EngineKind::Batched);
+    let batched = Engine::Kind(Decoding::Batched);
     assert_eq!(
         own,
         generate(batched, &decoder, &requests(6), &settings).unwrap()
@@ -601,7 +607,7 @@ fn results_are_streamed() {
         .map(|&limit| request(vec![2, 3], limit as u64, limit))
         .collect();
     let mut order = Vec::new();
-    Engine::Kind(EngineKind::Batched)
+    Engine::Kind(Decoding::Batched)
         .generate(
             &decoder,
             &requests,
@@ -679,5 +685,67 @@ fn non_finite_logits_name_the_request() {
             error.unwrap_err().to_string(),
             "request 0: logits are not finite after 0 tokens"
         );
+    }
+}
+
+/// Weights that are packed once answer any calls with the bits of weights that are packed for each call: longer and
+/// shorter ones, since the rotation may depend on the longest sequence; and calls after one that failed.
+#[test]
+fn a_prepared_decoder_answers_as_a_fresh_one() {
+    for (name, decoder) in decoders() {
+        for arithmetic in [Arithmetic::Host, Arithmetic::Tensors] {
+            let mut prepared = Batched::by(arithmetic, &decoder).unwrap();
+            for asked in [
+                requests(4),
+                requests(10),
+                vec![request(vec![2, 3], 1, 9)],
+                requests(4),
+                Vec::new(),
+            ] {
+                let settings = SamplingSettings::default();
+                let stopped = prepared.generate(&asked, &settings, &mut |_, _| {
+                    Err(RolloutError::Stopped("enough".into()))
+                });
+                assert_eq!(stopped.is_err(), !asked.is_empty());
+                let mut outputs = vec![None; asked.len()];
+                prepared
+                    .generate(&asked, &settings, &mut |index, output| {
+                        outputs[index] = Some(output);
+                        Ok(())
+                    })
+                    .unwrap();
+                let got: Vec<RolloutOutput> = outputs.into_iter().flatten().collect();
+                let want = generate(Engine::By(arithmetic), &decoder, &asked, &settings).unwrap();
+                assert_eq!(got, want, "{name}, {arithmetic:?}");
+            }
+        }
+    }
+}
+
+/// A call ends before the decoding step in which the token is found cancelled, in the middle of all responses.
+#[test]
+fn a_call_is_cancelled_between_two_steps() {
+    let decoder = decoder(llama());
+    let asked: Vec<RolloutRequest> = (0..3).map(|row| request(vec![3, 1, 4], row, 20)).collect();
+    for engine in engines() {
+        let checks = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&checks);
+        let settings = SamplingSettings {
+            cancel: Some(Cancel::new(move || {
+                counted.fetch_add(1, Ordering::SeqCst) == 6
+            })),
+            ..SamplingSettings::default()
+        };
+        let mut done = 0;
+        let ended = engine.generate(&decoder, &asked, &settings, &mut |_, _| {
+            done += 1;
+            Ok(())
+        });
+        assert_eq!(
+            ended.unwrap_err().to_string(),
+            "the rollout was cancelled; responses that were not complete are lost"
+        );
+        // No step was computed after the check, and none was complete before.
+        assert_eq!((done, checks.load(Ordering::SeqCst)), (0, 7));
     }
 }

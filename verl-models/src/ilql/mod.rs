@@ -22,7 +22,9 @@ use burn::tensor::{Device, Int, Tensor};
 use verl_decoder::decoder::Decoder;
 use verl_decoder::hf::LoadError;
 use verl_decoder::parameters::{load_parameters, save_parameters};
-use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use verl_rollout::engine::{
+    OutputSink, PreparedModel, RolloutError, RolloutRequest, SamplingSettings,
+};
 
 use crate::model::{ModelError, ModelInterface, ParameterGroup};
 
@@ -102,12 +104,16 @@ impl ModelInterface for IlqlDecoder {
         &self,
         requests: &[RolloutRequest],
         settings: &SamplingSettings,
-        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
+        on_done: &mut OutputSink<'_>,
     ) -> Result<(), RolloutError> {
+        self.prepare()?.generate(requests, settings, on_done)
+    }
+
+    fn prepare(&self) -> Result<Box<dyn PreparedModel>, RolloutError> {
         if self.beta == 0.0 {
-            return self.decoder.generate(requests, settings, on_done);
+            return self.decoder.prepare();
         }
-        rollout::generate(self, requests, settings, on_done)
+        Ok(Box::new(rollout::Shifted(self.valid())))
     }
 
     /// Q̂ follows Q and is never trained.

@@ -4,7 +4,7 @@ use burn::tensor::{Device, Tensor};
 use std::any::Any;
 use verl_decoder::blocks::linear::linear;
 use verl_kernels as kernels;
-use verl_rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use verl_rollout::engine::{EngineWeights, PreparedModel, RolloutError, WeightTensor};
 
 use super::IlqlDecoder;
 use crate::model::{
@@ -187,16 +187,21 @@ impl IlqlModel for IlqlPolicy {
 }
 
 /// Delegates to the inner policy.
-impl PolicyModel for IlqlPolicy {
-    fn generate(
-        &self,
-        requests: &[RolloutRequest],
-        settings: &SamplingSettings,
-        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
-    ) -> Result<(), RolloutError> {
-        self.policy.generate(requests, settings, on_done)
+impl EngineWeights for IlqlPolicy {
+    fn prepare(&self) -> Result<Box<dyn PreparedModel>, RolloutError> {
+        self.policy.prepare()
     }
 
+    fn tensors(
+        &self,
+        each: &mut dyn FnMut(WeightTensor<'_>) -> Result<(), RolloutError>,
+    ) -> Result<(), RolloutError> {
+        self.policy.tensors(each)
+    }
+}
+
+/// Delegates to the inner policy.
+impl PolicyModel for IlqlPolicy {
     fn score(
         &self,
         rows: &[ScoreRow<'_>],

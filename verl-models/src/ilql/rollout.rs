@@ -1,14 +1,14 @@
 //! Sampling from a policy whose logits are shifted by the heads. The entire prefix is recomputed for each token, as in
 //! [`rollout::eager`](verl_rollout::eager). Each request is decoded separately, several of them in parallel.
 
-use burn::module::Module;
 use burn::tensor::{Int, Tensor, TensorData};
 use rayon::prelude::*;
 use verl_decoder::blocks::linear::linear;
 use verl_kernels::device::DeviceKind;
 use verl_rollout::eager::read;
 use verl_rollout::engine::{
-    FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings, check_requests,
+    FinishReason, OutputSink, PreparedModel, RolloutError, RolloutOutput, RolloutRequest,
+    SamplingSettings, check_requests,
 };
 use verl_rollout::row::Row;
 use verl_rollout::sampling::Sampler;
@@ -20,35 +20,39 @@ use crate::model::ModelInterface;
 /// Requests that are decoded before their outputs are passed to the consumer.
 const WAVE: usize = 64;
 
-/// See [`ModelInterface::generate`].
-pub(super) fn generate(
-    model: &IlqlDecoder,
-    requests: &[RolloutRequest],
-    settings: &SamplingSettings,
-    on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
-) -> Result<(), RolloutError> {
-    Sampler::new(settings)?;
-    StopRules::new(settings)?;
-    check_requests(requests, model.vocab_size(), model.max_tokens())?;
-    let model = model.valid();
-    let on_cpu = DeviceKind::of(&model.head().device()).is_host();
-    for start in (0..requests.len()).step_by(WAVE) {
-        let wave = start..requests.len().min(start + WAVE);
-        // Modules are `Send` but not `Sync`.
-        let jobs: Vec<_> = wave.clone().map(|index| (index, model.clone())).collect();
-        let respond = |(index, model): (usize, IlqlDecoder)| {
-            respond(&model, index, &requests[index], settings)
-        };
-        let outputs: Vec<_> = if on_cpu {
-            jobs.into_par_iter().map(respond).collect()
-        } else {
-            jobs.into_iter().map(respond).collect()
-        };
-        for (index, output) in wave.zip(outputs) {
-            on_done(index, output?)?;
+/// A model whose policy is sampled with shifted logits. It packs nothing.
+pub(super) struct Shifted(pub IlqlDecoder);
+
+impl PreparedModel for Shifted {
+    fn generate(
+        &mut self,
+        requests: &[RolloutRequest],
+        settings: &SamplingSettings,
+        on_done: &mut OutputSink<'_>,
+    ) -> Result<(), RolloutError> {
+        let model = &self.0;
+        Sampler::new(settings)?;
+        StopRules::new(settings)?;
+        check_requests(requests, model.vocab_size(), model.max_tokens())?;
+        let on_cpu = DeviceKind::of(&model.head().device()).is_host();
+        for start in (0..requests.len()).step_by(WAVE) {
+            let wave = start..requests.len().min(start + WAVE);
+            // Modules are `Send` but not `Sync`.
+            let jobs: Vec<_> = wave.clone().map(|index| (index, model.clone())).collect();
+            let respond = |(index, model): (usize, IlqlDecoder)| {
+                respond(&model, index, &requests[index], settings)
+            };
+            let outputs: Vec<_> = if on_cpu {
+                jobs.into_par_iter().map(respond).collect()
+            } else {
+                jobs.into_iter().map(respond).collect()
+            };
+            for (index, output) in wave.zip(outputs) {
+                on_done(index, output?)?;
+            }
         }
+        Ok(())
     }
-    Ok(())
 }
 
 /// The response to one request.
@@ -70,6 +74,7 @@ fn respond(
                 ..row.into_output(finish)
             });
         }
+        settings.check_cancelled()?;
         let prefix = [request.prompt.as_slice(), row.tokens()].concat();
         let (own, shifted) = next_logits(model, &prefix)?;
         finish = row.advance(&shifted, &mut sampler, &rules)?;

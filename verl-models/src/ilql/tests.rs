@@ -3,6 +3,7 @@ use std::path::PathBuf;
 use burn::tensor::TensorData;
 use verl_decoder::parameters::{fill_parameters, visit_parameters};
 use verl_kernels::random::{DrawKey, Purpose, normals};
+use verl_rollout::engine::RolloutOutput;
 
 use super::*;
 use crate::model::{ScoreRow, TrainedModel};

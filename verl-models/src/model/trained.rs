@@ -18,6 +18,12 @@ pub trait TrainedModel: Send {
     /// Optimiser steps taken.
     fn optimizer_steps(&self) -> u64;
 
+    /// Micro-batches that the model computes at the same time, and so those of a [round](super::Round); 1 unless the model
+    /// has replicas. Results do not depend on it.
+    fn round_len(&self) -> usize {
+        1
+    }
+
     /// Hash of the weights' bytes, in hexadecimal.
     fn weights_hash(&self) -> String;
 

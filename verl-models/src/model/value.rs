@@ -5,7 +5,8 @@ use std::path::Path;
 use burn::module::Module;
 use burn::tensor::{Int, Tensor};
 
-use super::{ModelError, ParameterGroup, ScoreRow, TrainedModel};
+use super::round::one_by_one;
+use super::{ModelError, ParameterGroup, Round, RoundError, ScoreRow, SelectInRound, TrainedModel};
 
 /// A causal model with one number per position. Implement it for your own `#[derive(Module)]` struct to train it as a
 /// critic or a reward model.
@@ -86,4 +87,35 @@ pub trait ValueModel: TrainedModel {
         rows: &[ScoreRow<'_>],
         loss: &mut dyn FnMut(Tensor<1>) -> Tensor<1>,
     ) -> Result<f64, ModelError>;
+
+    /// [`ValueModel::accumulate`] for each micro-batch of a round, which a model with replicas computes at the same time.
+    /// `loss` is called with the position of the micro-batch. Returns the losses in the order of the round.
+    ///
+    /// # Errors
+    /// As [`ValueModel::accumulate`]: the first one in the order of the round.
+    fn accumulate_round(
+        &mut self,
+        round: &Round<'_>,
+        select: &SelectInRound<'_>,
+        loss: &(dyn Fn(usize, PackedValues) -> Tensor<1> + Sync),
+    ) -> Result<Vec<f64>, RoundError> {
+        one_by_one(round.len(), |micro| {
+            let select = |row, token| select(micro, row, token);
+            self.accumulate(&round[micro], &select, &mut |packed| loss(micro, packed))
+        })
+    }
+
+    /// [`ValueModel::accumulate_scores`] for each micro-batch of a round, as [`ValueModel::accumulate_round`].
+    ///
+    /// # Errors
+    /// As [`ValueModel::accumulate_scores`]: the first one in the order of the round.
+    fn accumulate_scores_round(
+        &mut self,
+        round: &Round<'_>,
+        loss: &(dyn Fn(usize, Tensor<1>) -> Tensor<1> + Sync),
+    ) -> Result<Vec<f64>, RoundError> {
+        one_by_one(round.len(), |micro| {
+            self.accumulate_scores(&round[micro], &mut |scores| loss(micro, scores))
+        })
+    }
 }

@@ -25,7 +25,7 @@ pub struct TrainableParameter {
 ///
 /// A parameter that the module uses several times (a tied one) is listed once; its gradients are summed. Parameters
 /// with a learning-rate scale of 0 are not listed.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct TrainableParameters {
     parameters: Vec<TrainableParameter>,
     positions: HashMap<ParamId, usize>,
@@ -142,6 +142,37 @@ impl ModuleMapper for Freezer<'_> {
     }
 }
 
+/// Finite gradients of one backward pass in f32.
+#[derive(Debug)]
+pub(crate) struct Collected {
+    /// By position in [`TrainableParameters`], flat.
+    pub gradients: Vec<Option<Tensor<1>>>,
+    /// The sum of their squares.
+    squares: f64,
+}
+
+impl Collected {
+    /// The gradients of a backward pass over `module`.
+    ///
+    /// # Errors
+    /// [`ModelError::NonFinite`] names the first parameter whose gradient is not finite.
+    pub fn of<M: Module>(
+        parameters: &TrainableParameters,
+        module: &M,
+        gradients: Gradients,
+    ) -> Result<Self, ModelError> {
+        let mut collector = Collector {
+            parameters,
+            gradients,
+            collected: vec![None; parameters.len()],
+        };
+        module.visit(&mut collector);
+        let gradients = collector.collected;
+        let squares = check_finite(parameters, &gradients)?;
+        Ok(Collected { gradients, squares })
+    }
+}
+
 /// Sums of gradients in f32, one flat tensor per parameter.
 #[derive(Debug, Clone, Default)]
 pub struct GradientAccumulator {
@@ -171,17 +202,16 @@ impl GradientAccumulator {
         module: &M,
         gradients: Gradients,
     ) -> Result<(), ModelError> {
-        let mut collector = Collector {
-            parameters,
-            gradients,
-            collected: vec![None; parameters.len()],
-        };
-        module.visit(&mut collector);
-        let collected = collector.collected;
-        let squares = check_finite(parameters, &collected)?;
+        self.add_collected(Collected::of(parameters, module, gradients)?);
+        Ok(())
+    }
+
+    /// Adds the gradients of one backward pass.
+    pub(crate) fn add_collected(&mut self, collected: Collected) {
+        let Collected { gradients, squares } = collected;
         self.squares = self.is_empty().then_some(squares);
-        self.sums.resize(parameters.len(), None);
-        for (sum, gradient) in self.sums.iter_mut().zip(collected) {
+        self.sums.resize(gradients.len(), None);
+        for (sum, gradient) in self.sums.iter_mut().zip(gradients) {
             if let Some(gradient) = gradient {
                 *sum = Some(match sum.take() {
                     Some(sum) => sum.add(gradient),
@@ -189,7 +219,6 @@ impl GradientAccumulator {
                 });
             }
         }
-        Ok(())
     }
 
     /// Whether nothing was added since the last [`GradientAccumulator::take`].

@@ -1,6 +1,7 @@
 //! AdamW with f32 master state.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Tensor};
@@ -124,7 +125,7 @@ pub(super) struct ParameterState {
 /// Loshchilov and Hutter 2019, arXiv:1711.05101; agrees with PyTorch's `AdamW`.
 #[derive(Debug, Clone)]
 pub struct AdamW {
-    config: OptimizerConfig,
+    pub(super) config: OptimizerConfig,
     pub(super) states: Vec<Option<ParameterState>>,
     pub(super) steps: u64,
 }
@@ -176,17 +177,20 @@ impl AdamW {
             .collect()
     }
 
-    /// Sets the f32 weights of parameters that have them to new weights.
+    /// Sets the f32 weights of parameters that have them to new weights, of which the state has the piece that `piece` returns
+    /// for a parameter with this position and number of elements.
     pub(crate) fn replace_masters(
         &mut self,
         parameters: &TrainableParameters,
         weights: &HashMap<ParamId, Tensor<1>>,
+        piece: impl Fn(usize, usize) -> Range<usize>,
     ) {
         for (id, position) in parameters.ids() {
             let state = self.states.get_mut(position).and_then(Option::as_mut);
             let master = state.and_then(|state| state.master.as_mut());
             if let (Some(master), Some(weight)) = (master, weights.get(&id)) {
-                *master = weight.clone().cast(DType::F32);
+                let piece = piece(position, weight.dims()[0]);
+                *master = weight.clone().slice([piece]).cast(DType::F32);
             }
         }
     }
@@ -230,32 +234,16 @@ impl AdamW {
             Ok(sum) => sum.sqrt(),
             Err(error) => return (module, Err(error)),
         };
-        let factor = clip_factor(norm, self.config.max_grad_norm);
-        let learning_rate = self.config.learning_rate * self.config.schedule.factor(self.steps);
-        self.states.resize(parameters.len(), None);
-        let mut updater = Updater {
-            config: &self.config,
-            parameters,
-            groups: parameters.iter().map(|p| p.group).collect(),
-            states: &mut self.states,
-            updated: vec![None; parameters.len()],
-            gradients,
-            factor,
-            learning_rate,
-        };
+        let (mut updater, report) = Updater::new(self, parameters, gradients, norm);
         updater.update_narrow(&module);
         let module = module.map(&mut updater);
         self.steps += 1;
-        let report = StepReport {
-            grad_norm: norm,
-            learning_rate,
-            clipped: factor < 1.0,
-        };
         (module, Ok(report))
     }
 }
 
-struct Updater<'a> {
+/// An optimiser step in progress.
+pub(super) struct Updater<'a> {
     config: &'a OptimizerConfig,
     parameters: &'a TrainableParameters,
     groups: Vec<ParameterGroup>,
@@ -309,7 +297,41 @@ impl ModuleVisitor for NarrowWeights<'_> {
     }
 }
 
-impl Updater<'_> {
+impl<'a> Updater<'a> {
+    /// A step with these gradients, by position, whose global norm is `norm`.
+    pub(super) fn new(
+        optimizer: &'a mut AdamW,
+        parameters: &'a TrainableParameters,
+        gradients: Vec<Option<Tensor<1>>>,
+        norm: f64,
+    ) -> (Self, StepReport) {
+        let config = &optimizer.config;
+        let factor = clip_factor(norm, config.max_grad_norm);
+        let learning_rate = config.learning_rate * config.schedule.factor(optimizer.steps);
+        optimizer.states.resize(parameters.len(), None);
+        let updater = Updater {
+            config,
+            parameters,
+            groups: parameters.iter().map(|p| p.group).collect(),
+            states: &mut optimizer.states,
+            updated: vec![None; parameters.len()],
+            gradients,
+            factor,
+            learning_rate,
+        };
+        let report = StepReport {
+            grad_norm: norm,
+            learning_rate,
+            clipped: factor < 1.0,
+        };
+        (updater, report)
+    }
+
+    /// Sets the state of a parameter.
+    pub(super) fn keep(&mut self, position: usize, state: ParameterState) {
+        self.states[position] = Some(state);
+    }
+
     /// Updates parameters whose weights are not f32 and stores the results in `updated`. Batching them takes fewer
     /// launches, and their weights are rewritten anyway.
     fn update_narrow<M: Module>(&mut self, module: &M) {
@@ -346,7 +368,7 @@ impl Updater<'_> {
     }
 
     /// The parameter's step count including this step, and its update.
-    fn prepare(
+    pub(super) fn prepare(
         &mut self,
         position: usize,
         weight: Tensor<1>,

@@ -3,6 +3,8 @@
 pub mod accumulate;
 pub mod adamw;
 pub mod clip;
+pub(crate) mod flat;
+pub(crate) mod pieces;
 pub mod schedule;
 mod state;
 

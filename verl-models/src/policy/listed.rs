@@ -6,7 +6,7 @@ use verl_kernels::scoring::{listed_log_probs, top_log_probs};
 use crate::model::{ListedTokens, ModelError, ModelInterface, PackedListed, ScoreRow, TopTokens};
 use crate::packing::{Layout, Packed, TrainingBatch};
 use crate::rows::{self, Call, CallLimits, TRAIN_CHUNK};
-use crate::trained::Trained;
+use crate::trained::{Backward, Trained};
 
 fn check_temperature(temperature: f64) -> Result<(), ModelError> {
     if temperature > 0.0 && temperature.is_finite() {
@@ -105,22 +105,22 @@ fn states<M: ModelInterface>(
     hidden.reshape([b * s, d]).select(0, packed.states(device))
 }
 
-/// See [`PolicyModel::accumulate_listed`](crate::model::PolicyModel::accumulate_listed); `rows` must be checked
-/// already.
-pub(super) fn accumulate<M: ModelInterface>(
-    trained: &mut Trained<M>,
+/// The backward pass of [`PolicyModel::accumulate_listed`](crate::model::PolicyModel::accumulate_listed).
+pub(crate) fn backward<M: ModelInterface>(
+    trained: &Trained<M>,
     rows: &[ScoreRow<'_>],
     listed: &ListedTokens<'_>,
     select: &dyn Fn(usize, usize) -> bool,
     temperature: f64,
     loss: &mut dyn FnMut(PackedListed) -> Tensor<1>,
-) -> Result<f64, ModelError> {
+) -> Result<Backward, ModelError> {
+    super::check(trained, rows)?;
     listed.check(rows, trained.module().vocab_size())?;
     check_temperature(temperature)?;
     trained.check_trainable()?;
     let layout = Layout::of(trained.module());
     let Some(batch) = TrainingBatch::new(rows, select, layout) else {
-        return Ok(0.0);
+        return Ok(Backward::NOTHING);
     };
     let mut ids = Vec::with_capacity(batch.packed.rows.len() * listed.top_k);
     for &row in &batch.rows {
@@ -129,7 +129,7 @@ pub(super) fn accumulate<M: ModelInterface>(
             ids.extend(listed.of(row, token).iter().map(|id| *id as i32));
         }
     }
-    trained.accumulate(|module, device| {
+    trained.backward(|module, device| {
         let hidden = batch.hidden(module, rows, device);
         let hidden = hidden.select(0, batch.packed.states(device));
         let ids = TensorData::new(ids, [batch.packed.rows.len(), listed.top_k]);

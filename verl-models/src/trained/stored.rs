@@ -96,7 +96,7 @@ fn weight_name(name: &str) -> String {
     format!("{name}#weight")
 }
 
-fn stored_type(dtype: DType) -> Result<safetensors::Dtype, ModelError> {
+pub(super) fn stored_type(dtype: DType) -> Result<safetensors::Dtype, ModelError> {
     match dtype {
         DType::F32 => Ok(safetensors::Dtype::F32),
         DType::BF16 => Ok(safetensors::Dtype::BF16),

@@ -12,7 +12,7 @@ use verl_models::reshard::{
     Exchange, Grid, Grouping, InMemory, Layout, PlanSettings, RankBuffers, Ranks, Reuse, Topology,
     decoder_weights, execute, parameter_bytes, plan, with_parameter_bytes,
 };
-use verl_models::rollout::EngineKind;
+use verl_models::rollout::Decoding;
 use verl_models::rollout::engine::{RolloutRequest, SamplingSettings};
 
 /// Bits of logits, and the sampled tokens.
@@ -39,7 +39,7 @@ fn output(decoder: &Decoder) -> Output {
     };
     let requests: Vec<_> = (0..3).map(request).collect();
     let mut tokens = vec![Vec::new(); requests.len()];
-    let sampled = EngineKind::Batched.generate(
+    let sampled = Decoding::Batched.generate(
         decoder,
         &requests,
         &SamplingSettings::default(),

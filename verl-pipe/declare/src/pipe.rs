@@ -42,6 +42,17 @@ pub struct RunConfig {
     /// fail, the run always ends.
     #[schemars(range(min = 0, max = 1))]
     pub max_failed_share: f64,
+    /// How often a worker process that is lost is started again in one step before the run ends (times). Only for groups
+    /// with `worker = "process"`.
+    pub worker_retries: u32,
+    /// Steps between two snapshots of a worker process (steps): after a loss, at most so many steps of updates are repeated.
+    /// A snapshot copies weights and optimiser state. Only for groups with `worker = "process"`.
+    #[schemars(range(min = 1))]
+    pub worker_snapshot_steps: u64,
+    /// How long a worker process may be silent before it is considered lost (seconds); it sends heartbeats, also during a
+    /// call. Only for groups with `worker = "process"`.
+    #[schemars(extend("exclusiveMinimum" = 0))]
+    pub worker_deadline_s: f64,
     /// Models to save at the end; by default all that were updated.
     pub save: Option<Vec<String>>,
 }
@@ -56,6 +67,9 @@ impl Default for RunConfig {
             samples_per_step: 2,
             stage_deadline_s: 3600.0,
             max_failed_share: 1.0,
+            worker_retries: 2,
+            worker_snapshot_steps: 10,
+            worker_deadline_s: 10.0,
             save: None,
         }
     }
@@ -249,7 +263,7 @@ impl DataPipe {
     /// ```
     /// # use verl_pipe::pipe::DataPipe;
     /// # use verl_pipe::sizes::GroupConfig;
-    /// let cpu = || GroupConfig { devices: "cpu".to_owned() };
+    /// let cpu = || GroupConfig::new("cpu");
     /// let pipe = DataPipe::new("two groups").group("train", cpu()).group("score", cpu());
     /// assert_eq!(pipe.groups[1].0, "score");
     /// assert_eq!(pipe.model_in("score").misplaced, ["model_in"]); // no model was declared before it

@@ -41,8 +41,8 @@ impl Default for BatchConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct DevicesConfig {
-    /// The device of all models and stages: `cpu`, or a GPU by its index (`cuda:0`). In a file with `[groups]`: the name of
-    /// the group of models that name none.
+    /// The device of all models and stages: `cpu`, shares of its cores for replicas (`cpu:0-3`), or a GPU by its index
+    /// (`cuda:0`). In a file with `[groups]`: the name of the group of models that name none.
     pub group: String,
     /// Devices that share one rollout engine (tensor parallel); only 1 so far.
     pub rollout_tensor_parallel: usize,
@@ -61,11 +61,40 @@ impl Default for DevicesConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct GroupConfig {
-    /// Its device: `cpu`, or a GPU by its index (`cuda:0`).
+    /// Its device: `cpu`, or a GPU by its index (`cuda:0`). `cpu:0-3` is four shares of the cores: each model of the group
+    /// has a replica on each, which compute micro-batches at the same time.
     pub devices: String,
+    /// What its worker is.
+    #[serde(default, skip_serializing_if = "WorkerKind::is_thread")]
+    pub worker: WorkerKind,
+}
+
+/// What the worker of a device group is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum WorkerKind {
+    /// A thread of the run's process.
+    #[default]
+    Thread,
+    /// A process on the same machine, which is started again if it is lost.
+    Process,
+}
+
+impl WorkerKind {
+    fn is_thread(&self) -> bool {
+        *self == WorkerKind::Thread
+    }
 }
 
 impl GroupConfig {
+    /// A group whose worker is a thread.
+    pub fn new(devices: impl Into<String>) -> GroupConfig {
+        GroupConfig {
+            devices: devices.into(),
+            worker: WorkerKind::Thread,
+        }
+    }
+
     /// The devices of the group, as [`DevicesConfig::list`] reads them.
     ///
     /// # Errors
@@ -113,8 +142,10 @@ fn list(text: &str) -> Result<Vec<String>, GroupError> {
         return Ok(vec![kind.to_owned()]);
     };
     let (first, last) = range.split_once('-').unwrap_or((range, range));
-    if kind == "cpu" {
-        return Err(fail("the CPU is a single device and takes no index"));
+    if kind == "cpu" && !range.contains('-') {
+        return Err(fail(
+            "the CPU is a single device and takes no index, only a range of shares such as `cpu:0-3`",
+        ));
     }
     let number = |text: &str| {
         text.parse::<u16>()

@@ -550,8 +550,8 @@ fn planned_models(draft: &Draft<'_>, stages: &[PlannedStage]) -> Vec<PlannedMode
     let declared = draft.pipe.models.iter().zip(draft.models).enumerate();
     let layout = &draft.layout;
     let described = |decl: &ModelDecl, group: usize| {
-        let device = layout.groups[group].devices.first().cloned();
-        decl.describe(&on_device(draft.context, device.unwrap_or_default()))
+        let device = layout.groups[group].device().to_owned();
+        decl.describe(&on_device(draft.context, device))
     };
     let mut models: Vec<PlannedModel> = declared
         .map(|(index, (decl, info))| PlannedModel {

@@ -4,6 +4,7 @@
 
 use std::fmt::{self, Write};
 
+use verl_declare::sizes::WorkerKind;
 use verl_words::field::Field;
 use verl_words::shape::{Dim, Shape};
 use verl_words::stage::{Access, Cadence, Cardinality, OnShort, RowRule};
@@ -92,13 +93,33 @@ impl Plan {
                 .iter()
                 .filter(|stage| stage.group == Some(index));
             let stages: Vec<&str> = stages.map(|stage| stage.name.as_str()).collect();
-            writeln!(f, "  {:<12}{}", group.name, group.devices_text())?;
+            let worker = match group.worker {
+                WorkerKind::Thread => "",
+                WorkerKind::Process => ", a process of its own",
+            };
+            writeln!(f, "  {:<12}{}{worker}", group.name, group.devices_text())?;
             for (what, list) in [("models", models.join(", ")), ("stages", stages.join(", "))] {
                 if list.is_empty() {
                     writeln!(f, "              no {what}")?;
                 } else {
                     writeln!(f, "              {what}: {list}")?;
                 }
+            }
+            if group.worker == WorkerKind::Process {
+                let own = self.models.iter().filter(|model| model.home == index);
+                let state: u64 = own
+                    .filter(|model| !model.updaters.is_empty())
+                    .map(|model| model.info.weight_bytes + model.info.optimizer_bytes)
+                    .sum();
+                let every = count(
+                    usize::try_from(self.pipe.run.worker_snapshot_steps).unwrap_or(usize::MAX),
+                    "step",
+                );
+                writeln!(
+                    f,
+                    "              snapshot: {} every {every}, kept in the memory of the run",
+                    bytes(state)
+                )?;
             }
         }
         Ok(())

@@ -6,6 +6,7 @@
 //! use it, and nowhere else.
 
 use verl_declare::pipe::DataPipe;
+use verl_declare::sizes::WorkerKind;
 use verl_words::diagnostic::{Diagnostic, quoted, suggest};
 use verl_words::stage::{Access, StageSpec};
 
@@ -41,6 +42,7 @@ impl Groups {
                 name: pipe.devices.group.trim().to_owned(),
                 devices: Vec::new(),
                 is_named: false,
+                worker: WorkerKind::Thread,
             });
             return Groups {
                 list: vec![group],
@@ -65,6 +67,7 @@ impl Groups {
                 name: name.clone(),
                 devices,
                 is_named: true,
+                worker: config.worker,
             }
         });
         let list: Vec<DeviceGroup> = list.collect();
@@ -108,11 +111,10 @@ impl Groups {
         home.unwrap_or_default()
     }
 
-    /// The first device of group `index`; empty if it has none, which a finding reports.
+    /// The device of group `index`, as kinds of models know it; empty if it has none, which a finding reports.
     pub(crate) fn device(&self, index: usize) -> String {
         let group = self.list.get(index);
-        let first = group.and_then(|group| group.devices.first());
-        first.cloned().unwrap_or_default()
+        group.map_or(String::new(), |group| group.device().to_owned())
     }
 }
 
@@ -237,6 +239,11 @@ fn group_of(
 }
 
 impl Layout {
+    /// Whether `group` loads `model`, both by declaration.
+    pub(crate) fn has(&self, group: usize, model: usize) -> bool {
+        self.homes[model] == group || self.copies.contains(&(group, model))
+    }
+
     /// A copy of a model that is trained must be able to follow it.
     fn check_copies(
         &self,

@@ -8,7 +8,8 @@
 //! - *scoring*: one layer of a call's tokens
 //! - *training*: what a micro-batch of the longest rows keeps for its backward pass, and one layer of it
 //!
-//! and for each of these the logits of a chunk of tokens. The peak is the permanent part plus the largest work. The
+//! and for each of these the logits of a chunk of tokens. Sampling and scoring also need what rollout engines keep between
+//! calls for the models that they sample, such as packed weights; stages that train free it first. The peak is the permanent part plus the largest work. The
 //! model reports the bytes per token ([`Footprint`](verl_words::resource::Footprint)); the stages' settings limit the length
 //! of rows. A length that no setting limits counts as zero, and the output says so.
 
@@ -26,7 +27,7 @@ use crate::{Plan, PlannedModel, PlannedStage};
 /// The share of an estimate that has to fit: measured runs used at most a seventh less than the estimate.
 const CERTAIN_SHARE: f64 = 6.0 / 7.0;
 
-/// The estimate for one device of a group; it is the same for each.
+/// The estimate for one device of a group, which is the same for each, or for all replicas on shares of the CPU.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MemoryPlan {
     /// The group.
@@ -35,6 +36,8 @@ pub struct MemoryPlan {
     pub models: Vec<ModelMemory>,
     /// Additional memory of the stages' work, one at a time, in the order of stages.
     pub work: Vec<WorkMemory>,
+    /// Replicas of each model, which have one memory: shares of the CPU. The bytes are those of all replicas.
+    pub replicas: usize,
 }
 
 /// Permanent memory of a model.
@@ -87,6 +90,19 @@ pub struct WorkMemory {
 }
 
 impl MemoryPlan {
+    /// The memory of `replicas` replicas in one process: they share weights and divide the optimiser's state, but each has
+    /// sums of gradients and works at the same time as the others.
+    fn replicate(&mut self, replicas: usize) {
+        let times = |bytes: u64| bytes.saturating_mul(replicas as u64);
+        for model in &mut self.models {
+            model.gradients = times(model.gradients);
+        }
+        for work in &mut self.work {
+            work.bytes = times(work.bytes);
+        }
+        self.replicas = replicas;
+    }
+
     /// Bytes in permanent use.
     pub fn permanent(&self) -> u64 {
         let all = self.models.iter().map(ModelMemory::total);
@@ -188,6 +204,7 @@ impl Plan {
     /// The same on a device with `room` bytes, where a rollout may have room for fewer rows.
     fn memory_in(&self, group: usize, room: Option<u64>) -> MemoryPlan {
         let lengths = Lengths::of(self);
+        let engines = self.engine_bytes(group);
         let mut work = Vec::new();
         for stage in self
             .stages
@@ -198,17 +215,26 @@ impl Plan {
                 let mut models = self.models.iter();
                 let model = models.find(|model| model.name == asked.model);
                 let info = model.and_then(|model| model.info_in(group));
-                work.extend(info.map(|info| lengths.work(stage, asked, info, room)));
+                work.extend(info.map(|info| {
+                    let mut work = lengths.work(stage, asked, info, room);
+                    work.bytes = work.bytes.saturating_add(kept_by(engines, work.kind));
+                    work
+                }));
             }
         }
         let models = self.models.iter();
-        MemoryPlan {
+        let mut memory = MemoryPlan {
             group: self.groups[group].name.clone(),
             models: models
                 .filter_map(|model| model_memory(model, group))
                 .collect(),
             work,
+            replicas: 1,
+        };
+        if self.groups[group].is_on_cpu() {
+            memory.replicate(self.groups[group].devices.len());
         }
+        memory
     }
 }
 
@@ -220,6 +246,33 @@ impl PlannedModel {
             true => Some(&self.info),
             false => copy().map(|(_, info)| info),
         }
+    }
+}
+
+impl Plan {
+    /// Bytes that rollout engines in group `group` keep between calls, for all models that a stage samples there.
+    fn engine_bytes(&self, group: usize) -> u64 {
+        let stages = self
+            .stages
+            .iter()
+            .filter(|stage| stage.group == Some(group));
+        let works: Vec<&ModelWork> = stages.flat_map(|stage| &stage.spec.work).collect();
+        let is_sampled = |model: &&PlannedModel| {
+            let mut works = works.iter();
+            works.any(|work| work.kind == WorkKind::Sampling && work.model == model.name)
+        };
+        let sampled = self.models.iter().filter(is_sampled);
+        let sampled = sampled.filter_map(|model| model.info_in(group));
+        let bytes = sampled.map(|info| info.footprint.engine_bytes);
+        bytes.fold(0, u64::saturating_add)
+    }
+}
+
+/// What of the engines' memory is in use during work of this kind.
+fn kept_by(engines: u64, kind: WorkKind) -> u64 {
+    match kind {
+        WorkKind::Sampling | WorkKind::Scoring => engines,
+        WorkKind::Training => 0,
     }
 }
 
@@ -351,7 +404,13 @@ pub(crate) fn check(plan: &Plan) -> Vec<Diagnostic> {
 }
 
 fn check_group(plan: &Plan, group: usize) -> Option<Diagnostic> {
-    let known = plan.groups[group].devices.iter().filter_map(|device| {
+    let group_ = &plan.groups[group];
+    // Shares of the CPU have one memory.
+    let devices = match group_.is_on_cpu() {
+        true => vec![group_.device()],
+        false => group_.devices.iter().map(String::as_str).collect(),
+    };
+    let known = devices.into_iter().filter_map(|device| {
         let mut models = plan.pipe.models.iter();
         let room = models.find_map(|model| model.factory.devices().memory(device))?;
         Some((room, device))
@@ -380,8 +439,17 @@ impl fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "estimated peak memory of each device of `{}`\n  {:<24}{:>14}{:>12}{:>12}{:>12}",
-            self.group, "model", "parameters", "weights", "optimiser", "gradients"
+            "estimated peak memory of {} `{}`\n  {:<24}{:>14}{:>12}{:>12}{:>12}",
+            match self.replicas {
+                1 => "each device of".to_owned(),
+                replicas => format!("the {replicas} replicas of"),
+            },
+            self.group,
+            "model",
+            "parameters",
+            "weights",
+            "optimiser",
+            "gradients"
         )?;
         for model in &self.models {
             let line = format!(
@@ -442,6 +510,7 @@ mod tests {
                 kept_logit_bytes_per_token: 2,
                 kept_logit_bytes: 90,
                 copy_bytes: 5,
+                engine_bytes: 11,
             },
             ..ModelInfo::default()
         }
@@ -476,6 +545,12 @@ mod tests {
         check(WorkKind::Training, 8, 20, None, 8 * 20 * 107 + 90 + 5 + 3);
         check(WorkKind::Training, 2, 20, None, 2 * 20 * 107 + 80 + 5 + 3);
         check(WorkKind::Training, 0, 20, None, 5 + 3);
+    }
+
+    #[test]
+    fn engines_keep_weights_while_nothing_is_trained() {
+        let kinds = [WorkKind::Sampling, WorkKind::Scoring, WorkKind::Training];
+        assert_eq!(kinds.map(|kind| kept_by(11, kind)), [11, 11, 0]);
     }
 
     #[test]

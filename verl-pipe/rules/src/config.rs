@@ -60,6 +60,9 @@ pub struct TraceConfig {
     /// Number of steps in one statistics file (steps).
     #[schemars(range(min = 1))]
     pub part_steps: usize,
+    /// Size limit of `timeline.jsonl`, which contains where and when each call of a step ran; the fuller it is, the more steps
+    /// are left out; 0 turns it off (megabytes).
+    pub timeline_mb: u64,
     /// Rules to tune or turn off, by name; `docs/trace.md` lists what each checks, its limit and its unit.
     #[schemars(extend("propertyNames" = names_of_rules()))]
     pub rules: BTreeMap<String, RuleSetting>,
@@ -85,6 +88,7 @@ impl Default for TraceConfig {
             ring_mb: 256,
             ring_writes: 8,
             part_steps: 32,
+            timeline_mb: 32,
             rules: BTreeMap::new(),
         }
     }

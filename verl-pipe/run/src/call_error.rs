@@ -20,7 +20,7 @@ pub(super) fn call_error(
     let message = match &failure {
         CallFailure::Error(StageError::Cancelled) => return RunError::Cancelled { step },
         CallFailure::Error(source) => source.to_string(),
-        CallFailure::Panic(message) => message.clone(),
+        CallFailure::Panic(message) | CallFailure::Lost(message) => message.clone(),
     };
     if let Place::Group(group) = schedule.places()[index] {
         let during = format!("step {step}, stage `{stage}`, {rows}");
@@ -40,6 +40,13 @@ pub(super) fn call_error(
             stage,
             rows,
             message,
+        },
+        CallFailure::Lost(reason) => RunError::Lost {
+            worker: match schedule.places()[index] {
+                Place::Group(group) => schedule.groups()[group].name.clone(),
+                Place::Host => stage.clone(),
+            },
+            reason: format!("during step {step}, stage `{stage}`, {rows}: {reason}"),
         },
     }
 }

@@ -7,6 +7,7 @@ use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{SendTimeoutError, Sender};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use verl_words::batch::Batch;
 use verl_words::panics::catch_panic;
@@ -18,7 +19,7 @@ use verl_words::stage::{
 pub(crate) const TICK: Duration = Duration::from_millis(50);
 
 /// A recorded metric value.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Record {
     pub name: Cow<'static, str>,
     pub reduce: Reduce,
@@ -27,18 +28,23 @@ pub(crate) struct Record {
 }
 
 /// What a call recorded besides rows.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct CallReport {
     pub records: Vec<Record>,
     pub samples: Vec<Value>,
+    /// When the call began; `None` if it ran in another process, which has another clock.
+    #[serde(skip)]
+    pub began: Option<Instant>,
     pub seconds: f64,
 }
 
 /// Why a call failed.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum CallFailure {
     Error(StageError),
     Panic(String),
+    /// The worker that ran it is lost.
+    Lost(String),
 }
 
 /// Events that threads send to the runner. `call` is unique within the run, so that late events of an abandoned call
@@ -84,6 +90,8 @@ pub(crate) enum Out<'a> {
         call: u64,
         events: &'a Sender<Event>,
     },
+    /// To the runner in another process.
+    Remote(&'a dyn Fn(Batch) -> Result<(), StageError>),
     /// Buffered until the call has succeeded.
     Buffer(&'a mut Vec<Batch>),
 }
@@ -101,6 +109,8 @@ impl StageSink for CallSink<'_> {
                 batches.push(batch);
                 return Ok(());
             }
+            Out::Remote(_) if self.env.cancel.is_cancelled() => return Err(StageError::Cancelled),
+            Out::Remote(send) => return send(batch),
             Out::Stream { call, events } => (*call, *events),
         };
         let since = Instant::now();
@@ -115,10 +125,7 @@ impl StageSink for CallSink<'_> {
                 Err(SendTimeoutError::Timeout(event)) => event,
             };
             if since.elapsed() > self.env.deadline {
-                return Err(StageError::failed(format!(
-                    "emitted rows were not taken within {:.1} s: the stages after this one do not keep up",
-                    self.env.deadline.as_secs_f64()
-                )));
+                return Err(not_taken(self.env.deadline));
             }
         }
     }
@@ -146,6 +153,14 @@ impl StageSink for CallSink<'_> {
     fn sample(&mut self, sample: Value) {
         self.report.samples.push(sample);
     }
+}
+
+/// The error of an `emit` whose rows nobody took.
+pub(crate) fn not_taken(deadline: Duration) -> StageError {
+    StageError::failed(format!(
+        "emitted rows were not taken within {:.1} s: the stages after this one do not keep up",
+        deadline.as_secs_f64()
+    ))
 }
 
 /// Calls a stage and catches panics. `wave` is the wave of a source's call, otherwise 0.
@@ -184,6 +199,7 @@ pub(crate) fn call_stage(
         Err(message) => Err(CallFailure::Panic(message)),
     };
     let mut report = sink.report;
+    report.began = Some(start);
     report.seconds = start.elapsed().as_secs_f64();
     (report, result)
 }

@@ -10,6 +10,7 @@ use crate::error::RunError;
 use crate::host_calls::describe_rows;
 use crate::host_pool::MAX_HUNG;
 use crate::runner::{GRACE, InFlight, Progress, Run};
+use crate::spans::SpanOutcome;
 use crate::start::no_thread;
 
 impl Run {
@@ -56,6 +57,15 @@ impl Run {
             let error = self.deadline_error(progress, &flight, waited, deadline);
             let Some(host) = &flight.host else {
                 self.abandon_worker(flight.id.0);
+                self.note_abandoned_call(progress, call, &flight);
+                if self.recovers(progress, flight.id.0) {
+                    let reason = format!(
+                        "its call did not end within {:.1} s",
+                        deadline.as_secs_f64()
+                    );
+                    self.recover_call(progress, flight, CallFailure::Lost(reason))?;
+                    continue;
+                }
                 return Err(error);
             };
             let runs = {
@@ -158,19 +168,21 @@ impl Run {
     }
 
     pub(super) fn discard(&mut self, progress: &mut Progress, event: Option<Event>) {
-        let (call, panicked) = match &event {
-            Some(Event::Done { call, result, .. }) => {
-                (*call, matches!(result, Err(CallFailure::Panic(_))))
-            }
-            Some(Event::HostDone { call }) => (*call, false),
-            _ => return,
+        let Some(event @ (Event::Done { .. } | Event::HostDone { .. })) = event else {
+            return;
         };
+        let call = event.call();
         let Some(flight) = progress.in_flight.remove(&call) else {
             return;
         };
-        if panicked {
-            progress.panicked.push(flight.id.0);
+        if let Event::Done { report, result, .. } = &event {
+            let outcome = SpanOutcome::of(result);
+            self.note_device_call(progress, call, &flight, report, outcome);
+            if matches!(result, Err(CallFailure::Panic(_))) {
+                progress.panicked.push(flight.id.0);
+            }
         }
+        self.note_host_job(progress, &flight, false);
         if let Some(host) = flight.host {
             let stage = host.cell.lock().stage.take();
             self.restore_object(flight.id.0, stage);
@@ -181,8 +193,10 @@ impl Run {
         let Some(flight) = progress.in_flight.remove(&call) else {
             return;
         };
-        let Some(host) = flight.host else {
+        self.note_host_job(progress, &flight, true);
+        let Some(host) = &flight.host else {
             self.abandon_worker(flight.id.0);
+            self.note_abandoned_call(progress, call, &flight);
             return;
         };
         let runs = {

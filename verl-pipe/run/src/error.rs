@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use serde::{Deserialize, Serialize};
 use verl_plan::display::bytes;
 use verl_rules::Anomaly;
 use verl_words::batch::{BatchError, RowId};
@@ -14,8 +15,17 @@ use verl_words::stage::{ConfigError, StageError};
 use crate::guard::GuardError;
 use crate::records::RowStatus;
 
+/// Why a worker is lost, with the help on a line of its own after a reason of several lines.
+fn with_help(reason: &str) -> String {
+    match (reason.contains('\n'), reason.contains("\n  help: ")) {
+        (false, _) => format!("{reason}; start the run again"),
+        (true, false) => format!("{reason}\n  help: start the run again"),
+        (true, true) => reason.to_owned(),
+    }
+}
+
 /// A device that is out of memory.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error(
     "{during}: `{device}` is out of memory{}\n  planned: {planned}\n  help: {help}",
     .asked.as_ref().map_or(String::new(), |asked| format!("; {asked} more were requested"))
@@ -250,7 +260,7 @@ pub enum RunError {
         waits: String,
     },
     /// A worker thread has ended, or is still running a call that was abandoned.
-    #[error("the worker of `{worker}` is lost: {reason}; start the run again")]
+    #[error("the worker of `{worker}` is lost: {}", with_help(.reason))]
     Lost {
         /// The worker.
         worker: String,
@@ -405,5 +415,44 @@ impl RunError {
             RunError::Ended { .. } => "R021",
             RunError::Trace { code, .. } => code,
         }
+    }
+}
+
+impl RunError {
+    /// The error of a worker that was started again `retries` times in a step.
+    pub(crate) fn after_retries(self, retries: u32) -> RunError {
+        match self {
+            RunError::Lost { worker, reason } if retries > 0 => RunError::Lost {
+                worker,
+                reason: format!(
+                    "{reason}; it was started again {retries} times in this step (`run.worker_retries`)"
+                ),
+            },
+            other => other,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_help_of_a_lost_worker_follows_what_its_process_printed() {
+        let text = |reason: &str| {
+            let worker = "cpu".to_owned();
+            let reason = reason.to_owned();
+            RunError::Lost { worker, reason }.to_string()
+        };
+        let start = "the worker of `cpu` is lost: ";
+        assert_eq!(
+            text("it ended"),
+            format!("{start}it ended; start the run again")
+        );
+        let printed = "it ended\n  | out of file handles";
+        let expected = format!("{start}{printed}\n  help: start the run again");
+        assert_eq!(text(printed), expected);
+        let helped = "it ended\n  help: raise the limit";
+        assert_eq!(text(helped), format!("{start}{helped}"));
     }
 }

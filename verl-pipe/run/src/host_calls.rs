@@ -1,5 +1,6 @@
 //! Calls on the host pool: splitting them into units, dispatching them, and handling units that failed.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -78,6 +79,8 @@ impl Run {
                 since: Instant::now(),
                 input,
                 host,
+                incarnation: 0,
+                emitted: HashSet::new(),
             },
         );
         Ok(())
@@ -107,6 +110,7 @@ impl Run {
         flight: InFlight,
         hung: Option<(RunError, f64)>,
     ) -> Result<(), RunError> {
+        self.note_host_job(progress, &flight, hung.is_some());
         let InFlight {
             id,
             input,

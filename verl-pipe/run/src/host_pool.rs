@@ -27,11 +27,25 @@ pub(crate) struct UnitResult {
     pub report: CallReport,
 }
 
+/// Where and when a job ran.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Ran {
+    pub call: u64,
+    /// Number of the pool's thread, counted from 0.
+    pub thread: usize,
+    /// Start of the first unit.
+    pub began: Instant,
+    /// End of the last unit that has ended.
+    pub ended: Instant,
+}
+
 /// Progress of a job, shared by its thread and the runner.
 #[derive(Default)]
 pub(crate) struct Progress {
     /// When the current unit started; `None` if no unit is running.
     pub unit_since: Option<Instant>,
+    /// Where and when it runs; `None` until its first unit starts.
+    pub ran: Option<Ran>,
     /// Units that succeeded, in order.
     pub finished: Vec<UnitResult>,
     /// Why the unit after the finished ones failed, and after how many seconds.
@@ -108,13 +122,14 @@ impl HostPool {
         let (inbox, events, alive) = (self.inbox.clone(), self.events.clone(), self.alive.clone());
         let model_works = self.model_works.clone();
         let listens = self.listens.clone();
+        let thread = self.spawned;
         self.spawned += 1;
         alive.fetch_add(1, Ordering::SeqCst);
         let spawned = std::thread::Builder::new()
             .name(format!("host-{}", self.spawned))
             .spawn(move || {
                 let _guard = set_dispatch(listens.as_ref());
-                serve(&inbox, &events, &model_works);
+                serve(&inbox, &events, &model_works, thread);
                 alive.fetch_sub(1, Ordering::SeqCst);
             });
         if spawned.is_err() {
@@ -156,10 +171,15 @@ impl HostPool {
     }
 }
 
-fn serve(inbox: &Receiver<HostJob>, events: &Sender<Event>, model_works: &AtomicBool) {
+fn serve(
+    inbox: &Receiver<HostJob>,
+    events: &Sender<Event>,
+    model_works: &AtomicBool,
+    thread: usize,
+) {
     while let Some(job) = spin_wait::next(inbox, !model_works.load(Ordering::Relaxed)) {
         let call = job.call;
-        let in_pool = work(job, events);
+        let in_pool = work(job, events, thread);
         if !in_pool || events.send(Event::HostDone { call }).is_err() {
             return;
         }
@@ -167,7 +187,7 @@ fn serve(inbox: &Receiver<HostJob>, events: &Sender<Event>, model_works: &Atomic
 }
 
 /// Runs the units of a job; returns false if the job was abandoned in the meantime and this thread has been replaced.
-fn work(job: HostJob, events: &Sender<Event>) -> bool {
+fn work(job: HostJob, events: &Sender<Event>, thread: usize) -> bool {
     let HostJob {
         call,
         name,
@@ -186,7 +206,14 @@ fn work(job: HostJob, events: &Sender<Event>) -> bool {
                 // Abandoned before this unit started: the runner did not count this thread as hung.
                 return true;
             }
-            progress.unit_since = Some(Instant::now());
+            let now = Instant::now();
+            progress.unit_since = Some(now);
+            progress.ran.get_or_insert(Ran {
+                call,
+                thread,
+                began: now,
+                ended: now,
+            });
         }
         let mut batches = Vec::new();
         let out = if stream {
@@ -201,6 +228,9 @@ fn work(job: HostJob, events: &Sender<Event>) -> bool {
             return false;
         }
         progress.unit_since = None;
+        if let Some(ran) = &mut progress.ran {
+            ran.ended = Instant::now();
+        }
         match result {
             Ok(()) => progress.finished.push(UnitResult { batches, report }),
             Err(failure) => {

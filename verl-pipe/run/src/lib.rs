@@ -1,7 +1,7 @@
 //! Running a placed pipeline: [`Run`](runner::Run) executes its steps.
 //!
-//! The caller's thread owns the state of the step and dispatches slices. One worker thread per device group runs the
-//! stages that use models; a bounded pool runs the others.
+//! The caller's thread owns the state of the step and dispatches slices. One worker per device group, a thread or a
+//! process, runs the stages that use models; a bounded pool runs the others.
 //!
 //! A run shows its batches to a [`Tap`](tap::Tap) and knows neither who records them nor the run folder.
 
@@ -25,11 +25,14 @@ mod observe;
 mod outputs;
 pub mod processor;
 pub mod records;
+mod recovery;
 mod row_errors;
 pub mod runner;
 mod samples;
 mod slices;
 pub mod space;
+mod span_log;
+pub mod spans;
 mod spin_wait;
 pub mod stall;
 pub mod start;
@@ -40,4 +43,4 @@ pub mod tap;
 pub mod watch;
 mod waves;
 mod weight_sync;
-mod worker;
+pub mod worker;

@@ -15,13 +15,17 @@ use crate::host_pool::{Cell, HostJob};
 use crate::metrics::{StepMetrics, now, reduce};
 use crate::records::{OBSERVE_S, STAGE_S, of_stage};
 use crate::runner::{GRACE, Run, StepOutput};
-use crate::start::HostStage;
+use crate::span_log::SpanLog;
+use crate::spans::SpanKind;
+use crate::start::{HostStage, seconds};
 use crate::watch::Wait;
 use crate::worker::DeviceCall;
 
 /// Output of an isolated call.
 pub(super) struct IsolatedOutput {
     pub report: CallReport,
+    /// Thread of the host pool that ran it; 0 on a device worker.
+    pub lane: usize,
     pub batches: Vec<Batch>,
 }
 
@@ -53,8 +57,15 @@ impl Run {
     pub fn observe(&mut self, step: u64) -> Result<StepOutput, RunError> {
         let start = Instant::now();
         let mut reports = Vec::new();
+        let mut spans = SpanLog::new(start);
         for stage in self.observers(step) {
-            reports.push(((stage, 0, 0), self.call_observer(stage, step)?));
+            let dispatched = Instant::now();
+            let output = self.call_observer(stage, step)?;
+            let began = output.report.began.unwrap_or(dispatched);
+            let lane = (self.schedule.places()[stage], output.lane);
+            let time = (began, began + seconds(output.report.seconds));
+            spans.work(SpanKind::Observe, self.name(stage), lane, time);
+            reports.push(((stage, 0, 0), output.report));
         }
         let mut values = reduce(
             reports
@@ -80,11 +91,12 @@ impl Run {
                 roles: self.roles.clone(),
             },
             samples,
+            spans: spans.finish(&self.schedule),
         })
     }
 
     /// Runs an observer: a single call without rows, which must not emit any.
-    fn call_observer(&mut self, stage: usize, step: u64) -> Result<CallReport, RunError> {
+    fn call_observer(&mut self, stage: usize, step: u64) -> Result<IsolatedOutput, RunError> {
         let env = self.env(step);
         let waiting = self.watch.begin(Wait {
             step,
@@ -96,7 +108,7 @@ impl Run {
         let output = self.call_isolated(stage, &env, 0, Batch::with_rows(&[]), self.deadline);
         let output = waiting.finish(output)?;
         match output.batches.first() {
-            None => Ok(output.report),
+            None => Ok(output),
             Some(batch) => Err(RunError::Guard {
                 step,
                 source: Box::new(crate::guard::GuardError::NoOutput {
@@ -112,6 +124,26 @@ impl Run {
     /// # Errors
     /// The failure of the call, or [`RunError::Deadline`] if it exceeds `deadline`.
     pub(super) fn call_isolated(
+        &mut self,
+        stage: usize,
+        env: &Arc<CallEnv>,
+        wave: u64,
+        input: Batch,
+        deadline: Duration,
+    ) -> Result<IsolatedOutput, RunError> {
+        loop {
+            match self.call_isolated_once(stage, env, wave, input.clone(), deadline) {
+                Ok(output) => {
+                    self.log_call(stage, &input, wave, env);
+                    return Ok(output);
+                }
+                Err(error @ RunError::Lost { .. }) => self.revive_any(error)?,
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn call_isolated_once(
         &mut self,
         stage: usize,
         env: &Arc<CallEnv>,
@@ -166,6 +198,7 @@ impl Run {
     ) -> Result<IsolatedOutput, RunError> {
         let since = Instant::now();
         let (step, name) = (env.step, self.name(stage).to_owned());
+        let mut lane = 0;
         let mut emitted = Vec::new();
         let mut cancelled_at = None;
         loop {
@@ -184,6 +217,7 @@ impl Run {
                     let mut cell = cell.lock();
                     let result = cell.finished.pop();
                     let (failure, object) = (cell.failure.take(), cell.stage.take());
+                    lane = cell.ran.map_or(0, |ran| ran.thread);
                     drop(cell);
                     self.return_object(stage, object)?;
                     let report = result.map(|result| {
@@ -203,6 +237,7 @@ impl Run {
                 return match failure {
                     None => Ok(IsolatedOutput {
                         report: report.unwrap_or_default(),
+                        lane,
                         batches: emitted,
                     }),
                     Some(failure) => Err(call_error(&self.schedule, step, stage, rows, failure)),

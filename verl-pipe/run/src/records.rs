@@ -293,6 +293,13 @@ pub const STEP_S: Metric = metric(
     "time of the step, from its first call to its last",
     Reduce::Last,
 );
+/// Worker processes that were started again.
+pub const RESTARTS: Metric = metric(
+    "perf/worker_restarts",
+    "count",
+    "worker processes that were lost and started again; only in steps with any",
+    Reduce::Last,
+);
 /// Seconds in which weights travelled to other device groups.
 pub const SYNC_S: Metric = metric(
     "perf/weight_sync_s",
@@ -382,12 +389,13 @@ pub const GROUPS_SURPLUS: Metric = metric(
 );
 
 /// Every metric that the engine itself records.
-pub const ENGINE_METRICS: [Metric; 14] = [
+pub const ENGINE_METRICS: [Metric; 15] = [
     GROUPS_KEPT,
     GROUPS_SURPLUS,
     MEMORY_MB,
     NO_SAMPLES,
     OBSERVE_S,
+    RESTARTS,
     ROW_ERRORS,
     ROW_S_MAX,
     ROW_S_P50,

@@ -40,6 +40,7 @@ impl RowFailure {
     pub(super) fn of(failure: &CallFailure, seconds: f64) -> RowFailure {
         let (status, reason) = match failure {
             CallFailure::Panic(message) => (RowStatus::Panicked, message.clone()),
+            CallFailure::Lost(reason) => (RowStatus::Failed, reason.clone()),
             CallFailure::Error(error) => (status_of(error), error.to_string()),
         };
         RowFailure {

@@ -1,6 +1,6 @@
 //! [`Run`]: executes steps of a placed pipeline. One step: feed, drain, count.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,11 +18,14 @@ pub use crate::left_over::LeftOver;
 use crate::metrics::{StepMetrics, TOKENS, memory_mb, now, number, reduce};
 use crate::notice::WaitThresholds;
 use crate::records::{
-    GROUPS_KEPT, GROUPS_SURPLUS, MEMORY_MB, NO_SAMPLES, ROW_ERRORS, ROW_S_MAX, ROW_S_P50,
+    GROUPS_KEPT, GROUPS_SURPLUS, MEMORY_MB, NO_SAMPLES, RESTARTS, ROW_ERRORS, ROW_S_MAX, ROW_S_P50,
     RowErrorLine, STAGE_S, STEP_S, SYNC_MB, SYNC_S, TOKENS_PER_S, WAVES, of_stage,
 };
+use crate::recovery::Recovery;
 use crate::row_errors::StepRows;
 use crate::samples::SampledRows;
+use crate::span_log::SpanLog;
+use crate::spans::{CallSpan, SpanOutcome};
 use crate::spin_wait;
 use crate::stall::StallReport;
 use crate::start::HostStage;
@@ -53,12 +56,18 @@ pub struct Run {
     pub(super) in_order: Vec<bool>,
     /// Copies of models in other groups.
     pub(super) copies: Copies,
+    /// What is needed to start worker processes again.
+    pub(super) recovery: Recovery,
+    /// Events that arrived while a call was repeated.
+    pub(super) stashed: VecDeque<Event>,
     pub(super) sampled: SampledRows,
     /// Roles of the metrics that steps record.
     pub(super) roles: MetricRoles,
     pub(super) left: BTreeMap<String, LeftOver>,
     /// Rows of the last step that failed or were slow.
     pub(super) row_errors: Vec<RowErrorLine>,
+    /// Calls of the last step, if it failed.
+    pub(super) failed_spans: Vec<CallSpan>,
     pub(super) step: u64,
     pub(super) next_call: u64,
 }
@@ -82,6 +91,28 @@ pub(super) struct InFlight {
     pub(super) input: Batch,
     /// Host calls only.
     pub(super) host: Option<HostFlight>,
+    /// Number of the worker process that runs it; 0 for threads.
+    pub(super) incarnation: u64,
+    /// Rows that have arrived from a worker process: if the call runs again, they are dropped.
+    pub(super) emitted: HashSet<u64>,
+}
+
+impl InFlight {
+    /// The rows of `batch` that have not arrived before; `None` if there are none.
+    fn new_rows(&mut self, batch: &Batch) -> Option<Batch> {
+        if self.incarnation == 0 {
+            return Some(batch.clone());
+        }
+        let ids = batch.ids().into_iter().enumerate();
+        let new: Vec<usize> = ids
+            .filter_map(|(row, id)| self.emitted.insert(id.0).then_some(row))
+            .collect();
+        match new.len() {
+            0 => None,
+            count if count == batch.num_rows() => Some(batch.clone()),
+            _ => batch.take(&new).ok(),
+        }
+    }
 }
 
 pub(super) struct HostFlight {
@@ -103,6 +134,8 @@ pub(super) struct Progress {
     pub(super) busy: Vec<bool>,
     pub(super) host_running: usize,
     pub(super) reports: Reports,
+    /// Where and when calls ran.
+    pub(super) spans: SpanLog,
     /// When the last event arrived.
     pub(super) last_event: Instant,
     /// What the step waits for has been reported since then.
@@ -131,6 +164,8 @@ pub struct StepOutput {
     pub metrics: StepMetrics,
     /// Samples that stages reported, in declared order, followed by `samples_per_step` rows of the step.
     pub samples: Vec<Value>,
+    /// Calls as they ran, in the order of their start.
+    pub spans: Vec<CallSpan>,
 }
 
 impl Run {
@@ -172,6 +207,7 @@ impl Run {
     pub fn step_at(&mut self, step: u64) -> Result<StepOutput, RunError> {
         let start = Instant::now();
         self.row_errors.clear();
+        self.failed_spans.clear();
         self.options.tap.step_begin(step);
         let span = tracing::debug_span!("step", step);
         let _entered = span.enter();
@@ -182,6 +218,7 @@ impl Run {
             busy: vec![false; self.workers.len()],
             host_running: 0,
             reports: Vec::new(),
+            spans: SpanLog::new(start),
             last_event: start,
             reported: false,
             late: None,
@@ -194,6 +231,7 @@ impl Run {
             self.report_stall(&mut progress, &error);
             progress.env.cancel.cancel();
             self.drain(&mut progress);
+            self.failed_spans = progress.spans.finish(&self.schedule);
             self.options.tap.step_failed(step, &error);
             self.note_left_over(&progress);
             self.report_rows(&progress, Some(&error));
@@ -201,6 +239,7 @@ impl Run {
         }
         self.options.tap.step_end(step);
         self.step = step;
+        self.keep_recovery_points();
         self.report_rows(&progress, None);
         self.report_idle_updates(&progress);
         let rows = self.sample_rows(&progress);
@@ -345,29 +384,40 @@ impl Run {
         let input = self.begin(progress, id)?;
         self.note_update(progress, id.0)?;
         let call = self.new_call();
-        self.workers[group].call(DeviceCall {
-            call,
-            stage: id.0,
-            input: input.clone(),
-            wave: progress.state.wave(id),
-            env: progress.env.clone(),
-        })?;
         progress.busy[group] = true;
         self.pool.set_model_works(true);
-        progress.in_flight.insert(
+        let flight = InFlight {
+            id,
+            since: Instant::now(),
+            input: input.clone(),
+            host: None,
+            incarnation: self.recovery.incarnation(group),
+            emitted: HashSet::new(),
+        };
+        let called = self.workers[group].call(DeviceCall {
             call,
-            InFlight {
-                id,
-                since: Instant::now(),
-                input,
-                host: None,
-            },
-        );
-        Ok(())
+            stage: id.0,
+            input,
+            wave: progress.state.wave(id),
+            env: progress.env.clone(),
+        });
+        match called {
+            Ok(()) => {
+                progress.in_flight.insert(call, flight);
+                Ok(())
+            }
+            Err(RunError::Lost { reason, .. }) if self.recovers(progress, id.0) => {
+                self.recover_call(progress, flight, CallFailure::Lost(reason))
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// The next event, or `None` when deadlines and the cancel token are due for a check.
-    pub(super) fn wait(&self, progress: &Progress) -> Option<Event> {
+    pub(super) fn wait(&mut self, progress: &Progress) -> Option<Event> {
+        if let Some(event) = self.stashed.pop_front() {
+            return Some(event);
+        }
         // While many slices wait for host threads, rows from a device stay in the bounded channel, which makes `emit`
         // block. Host calls need no device, so the backlog always shrinks.
         let behind = progress.state.ready(Place::Host).len() >= self.options.backlog
@@ -394,10 +444,14 @@ impl Run {
     pub(super) fn handle(&mut self, progress: &mut Progress, event: Event) -> Result<(), RunError> {
         match event {
             Event::Rows { call, batch } => {
-                let Some(flight) = progress.in_flight.get(&call) else {
+                let Some(flight) = progress.in_flight.get_mut(&call) else {
                     return Ok(());
                 };
                 let (id, input) = (flight.id, flight.input.clone());
+                let Some(batch) = flight.new_rows(&batch) else {
+                    return Ok(());
+                };
+                progress.spans.emitted(id, batch.num_rows());
                 self.take_rows(progress, id, &input, &batch)
             }
             Event::Done {
@@ -408,6 +462,14 @@ impl Run {
                 let Some(flight) = progress.in_flight.remove(&call) else {
                     return Ok(());
                 };
+                let outcome = SpanOutcome::of(&result);
+                self.note_device_call(progress, call, &flight, &report, outcome);
+                if let Err(CallFailure::Lost(reason)) = &result
+                    && self.recovers(progress, flight.id.0)
+                {
+                    let lost = CallFailure::Lost(reason.clone());
+                    return self.recover_call(progress, flight, lost);
+                }
                 if let Place::Group(group) = self.schedule.places()[flight.id.0] {
                     progress.busy[group] = false;
                 }
@@ -420,7 +482,11 @@ impl Run {
                     progress.panicked.push(flight.id.0);
                 }
                 match result {
-                    Ok(()) => progress.state.finish(flight.id),
+                    Ok(()) => {
+                        let wave = progress.state.wave(flight.id);
+                        self.log_call(flight.id.0, &flight.input, wave, &progress.env);
+                        progress.state.finish(flight.id)
+                    }
                     Err(failure) => Err(self.failed(progress, flight.id, &flight.input, failure)),
                 }
             }
@@ -478,6 +544,10 @@ impl Run {
                 values.insert(of_stage(what, name), count as f64);
             }
         }
+        let restarts = std::mem::take(&mut self.recovery.restarts);
+        if restarts > 0 {
+            values.insert(RESTARTS.name.to_owned(), restarts as f64);
+        }
         if self.copies.exist() {
             let cost = std::mem::take(&mut self.copies.cost);
             values.insert(SYNC_S.name.to_owned(), cost.seconds);
@@ -503,6 +573,7 @@ impl Run {
                 roles: self.roles.clone(),
             },
             samples,
+            spans: progress.spans.finish(&self.schedule),
         }
     }
 }

@@ -161,11 +161,9 @@ impl Run {
             Some(column.rows().map(<[u32]>::to_vec).collect::<Vec<_>>())
         };
         let tokens = tokens(&RESPONSES).or_else(|| tokens(&TARGETS))?;
-        let deadline = self.deadline;
-        let mut workers = self.workers.iter_mut();
-        workers.find_map(|worker| {
+        (0..self.workers.len()).find_map(|group| {
             let tokens = tokens.clone();
-            match worker.ask(Query::Texts { tokens }, deadline) {
+            match self.ask(group, Query::Texts { tokens }) {
                 Ok(Answer::Texts(texts)) => texts,
                 _ => None,
             }

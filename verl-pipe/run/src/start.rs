@@ -1,13 +1,15 @@
 //! Starts a schedule as a [`Run`]: opens data, loads models, starts stages and threads.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crossbeam_channel::{Sender, bounded, unbounded};
+use verl_declare::sizes::WorkerKind;
+use verl_plan::Plan;
+use verl_plan::schedule::groups::DeviceGroup;
 use verl_plan::schedule::placement::{Place, Schedule};
-use verl_words::data::DataLoaderInterface;
 use verl_words::panics::catch_panic;
 use verl_words::stage::{Cadence, CancelToken, Cardinality, Models, RowRule, Stage};
 
@@ -16,12 +18,17 @@ use crate::error::RunError;
 use crate::host_pool::HostPool;
 use crate::metrics::metric_roles;
 use crate::notice::WaitThresholds;
+use crate::recovery::Recovery;
 use crate::runner::Run;
 use crate::samples::SampledRows;
 use crate::tap::{NoTap, Tap};
 use crate::watch::Watch;
 use crate::weight_sync::Copies;
-use crate::worker::{ThreadWorker, Worker, WorkerStart, start_stage};
+use crate::worker::hosted::OpenData;
+use crate::worker::{
+    Loading, LoadingProcess, ProcessOptions, ProcessWorker, ThreadWorker, Worker, WorkerStart,
+    start_stage,
+};
 
 /// Options of a run besides the schedule.
 #[derive(Clone)]
@@ -35,6 +42,8 @@ pub struct RunOptions {
     /// Number of emitted batches that can queue between a device worker and the engine, and of slices that can queue
     /// for a host thread, before `emit` blocks.
     pub backlog: usize,
+    /// Starts workers as processes rather than threads.
+    pub processes: Option<ProcessOptions>,
     /// Folder where the run writes what it waits for when it stalls; see [`stall`](crate::stall).
     pub run_dir: Option<PathBuf>,
 }
@@ -47,6 +56,7 @@ impl Default for RunOptions {
             tap: Arc::new(NoTap),
             host_threads: threads.max(2),
             backlog: 16,
+            processes: None,
             run_dir: None,
         }
     }
@@ -70,31 +80,26 @@ impl Run {
     pub fn start(schedule: Schedule, options: RunOptions) -> Result<Run, RunError> {
         let schedule = Arc::new(schedule);
         let plan = schedule.plan();
-        let mut data: BTreeMap<String, Arc<dyn DataLoaderInterface>> = BTreeMap::new();
-        for decl in &plan.pipe().data {
-            if let Some(opened) = plan.opened().get(&decl.name) {
-                data.insert(decl.name.clone(), opened.clone());
-                continue;
-            }
-            let opened = (decl.open)(plan.context());
-            let opened = opened.map_err(|source| RunError::Data {
-                name: decl.name.clone(),
-                source: Box::new(source),
-            })?;
-            data.insert(decl.name.clone(), opened);
-        }
-        let data = Arc::new(data);
+        let data = Arc::new(open_data(plan)?);
         let deadline = seconds(plan.pipe().run.stage_deadline_s);
         let (device_sender, device_events) = bounded(options.backlog.max(1));
         let (host_sender, host_events) = unbounded();
         let watch = Watch::start(options.run_dir.as_deref(), deadline);
-        let workers = start_workers(&WorkerStart {
+        let start = WorkerStart {
             schedule: schedule.clone(),
             data: data.clone(),
             events: device_sender,
             deadline,
             reporter: watch.activity_reporter(),
-        })?;
+        };
+        let processes = process_options(&schedule, &options)?;
+        let is_process: Vec<bool> = schedule
+            .groups()
+            .iter()
+            .map(|group| is_process(group, &options))
+            .collect();
+        let workers = start_workers(&start, processes.as_ref(), &is_process)?;
+        let recovery = Recovery::new(start, processes, &is_process);
         let pool = start_pool(&options, host_sender)?;
         let mut hosts = BTreeMap::new();
         for index in schedule.stages_at(Place::Host) {
@@ -110,7 +115,7 @@ impl Run {
         let copies = Copies::of(&schedule);
         let sampled = SampledRows::of(&schedule);
         let roles = metric_roles(schedule.plan());
-        Ok(Run {
+        let mut run = Run {
             thresholds: WaitThresholds::new(deadline),
             watch,
             schedule,
@@ -124,27 +129,103 @@ impl Run {
             deadline,
             in_order,
             copies,
+            recovery,
+            stashed: VecDeque::new(),
             sampled,
             roles,
             left: BTreeMap::new(),
             row_errors: Vec::new(),
+            failed_spans: Vec::new(),
             step: 0,
             next_call: 0,
-        })
+        };
+        run.begin_recovery()?;
+        Ok(run)
     }
 }
 
+/// Opens the data sets of a plan that are not open yet.
+pub(crate) fn open_data(plan: &Plan) -> Result<OpenData, RunError> {
+    let mut data = OpenData::new();
+    for decl in &plan.pipe().data {
+        if let Some(opened) = plan.opened().get(&decl.name) {
+            data.insert(decl.name.clone(), opened.clone());
+            continue;
+        }
+        let opened = (decl.open)(plan.context());
+        let opened = opened.map_err(|source| RunError::Data {
+            name: decl.name.clone(),
+            source: Box::new(source),
+        })?;
+        data.insert(decl.name.clone(), opened);
+    }
+    Ok(data)
+}
+
+/// Whether the worker of a group is a process.
+fn is_process(group: &DeviceGroup, options: &RunOptions) -> bool {
+    let processes = options.processes.as_ref();
+    group.worker == WorkerKind::Process
+        || processes.is_some_and(|processes| processes.serves(&group.name))
+}
+
+/// How worker processes are started; `None` if there are none.
+fn process_options(
+    schedule: &Schedule,
+    options: &RunOptions,
+) -> Result<Option<ProcessOptions>, RunError> {
+    let mut groups = schedule.groups().iter();
+    let Some(first) = groups.find(|group| is_process(group, options)) else {
+        return Ok(None);
+    };
+    if options.processes.is_some() {
+        return Ok(options.processes.clone());
+    }
+    let program = verl_wire::child::program().ok_or_else(|| RunError::Lost {
+        worker: first.name.clone(),
+        reason: "this program cannot start itself as a worker process\n  help: call `verl::worker_main(verl::registry)` first in `main`, or set `worker = \"thread\"`".to_owned(),
+    })?;
+    let mut processes = ProcessOptions::new(program.clone());
+    let silence = seconds(schedule.plan().pipe().run.worker_deadline_s);
+    processes.settings.heartbeat = processes.settings.heartbeat.min(silence / 4);
+    processes.settings.deadline = silence;
+    Ok(Some(processes))
+}
+
 /// Starts the workers of all groups, which load their models at the same time.
-fn start_workers(start: &WorkerStart) -> Result<Vec<Box<dyn Worker>>, RunError> {
-    let groups = 0..start.schedule.groups().len();
+fn start_workers(
+    start: &WorkerStart,
+    processes: Option<&ProcessOptions>,
+    is_process: &[bool],
+) -> Result<Vec<Box<dyn Worker>>, RunError> {
+    let groups = is_process.iter().enumerate();
     let loading: Vec<_> = groups
-        .map(|group| ThreadWorker::begin(start, group))
+        .map(
+            |(group, is_process)| match processes.filter(|_| *is_process) {
+                Some(options) => {
+                    ProcessWorker::begin(start, options, group, 1).map(AnyLoading::Process)
+                }
+                None => ThreadWorker::begin(start, group).map(AnyLoading::Thread),
+            },
+        )
         .collect();
-    let workers = loading.into_iter().map(|loading| {
-        let worker = loading?.loaded(start.deadline)?;
-        Ok(Box::new(worker) as Box<dyn Worker>)
+    let workers = loading.into_iter().map(|loading| match loading? {
+        AnyLoading::Thread(loading) => {
+            let worker = loading.loaded(start.deadline)?;
+            Ok(Box::new(worker) as Box<dyn Worker>)
+        }
+        AnyLoading::Process(loading) => {
+            let worker = loading.loaded(start.deadline)?;
+            Ok(Box::new(worker) as Box<dyn Worker>)
+        }
     });
     workers.collect()
+}
+
+/// A worker that is loading.
+enum AnyLoading {
+    Thread(Loading),
+    Process(LoadingProcess),
 }
 
 /// Converts seconds of a configuration to a duration; values out of range become a year.
@@ -167,7 +248,7 @@ impl HostStage {
     pub(super) fn start(
         schedule: &Schedule,
         index: usize,
-        data: &BTreeMap<String, Arc<dyn DataLoaderInterface>>,
+        data: &OpenData,
     ) -> Result<HostStage, RunError> {
         let mut stage = start_stage(schedule, index, data, &mut Models::new())?;
         let has_state = stage.snapshot().is_ok_and(|state| state.is_some());

@@ -124,7 +124,7 @@ impl Run {
         }
         self.step = snapshot.step;
         self.left.clear();
-        Ok(())
+        self.rebase_recovery()
     }
 
     /// State of all models and stages in a form that can be stored on disk. With `full` it includes the states
@@ -212,7 +212,7 @@ impl Run {
             }
         }
         self.step = state.step;
-        Ok(())
+        self.rebase_recovery()
     }
 
     /// Versions of all models' weights.
@@ -241,10 +241,32 @@ impl Run {
         let pending: Vec<_> = groups
             .map(|(group, worker)| worker.send(query(group)))
             .collect();
-        let answers = self.workers.iter_mut().zip(pending);
-        answers
-            .map(|(worker, pending)| worker.receive(pending?, self.deadline))
-            .collect()
+        let mut answers = Vec::with_capacity(pending.len());
+        for (group, pending) in pending.into_iter().enumerate() {
+            let worker = &mut self.workers[group];
+            let answer = pending.and_then(|pending| worker.receive(pending, self.deadline));
+            answers.push(match answer {
+                Ok(answer) => answer,
+                Err(error) => {
+                    self.revive(group, error)?;
+                    self.ask(group, query(group))?
+                }
+            });
+        }
+        Ok(answers)
+    }
+
+    /// Sends a query to the worker of `group` and waits for the answer; a process that is lost is started again.
+    ///
+    /// # Errors
+    /// If the query is refused, or the worker is lost.
+    pub(super) fn ask(&mut self, group: usize, query: Query) -> Result<Answer, RunError> {
+        loop {
+            match self.workers[group].ask(query.clone(), self.deadline) {
+                Ok(answer) => return Ok(answer),
+                Err(error) => self.revive(group, error)?,
+            }
+        }
     }
 
     /// Starts a wait for the state of models and stages before step `step`.
@@ -273,7 +295,7 @@ impl Run {
             model: name.to_owned(),
             dir: PathBuf::from(dir),
         };
-        self.workers[group].ask(query, self.deadline).map(drop)
+        self.ask(group, query).map(drop)
     }
 
     fn stage_names(&self) -> Vec<String> {

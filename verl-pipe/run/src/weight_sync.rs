@@ -4,8 +4,7 @@
 //! a state. Before a call that reads a stale copy, the weights travel from the model's home in checked buckets, and the copy
 //! switches to them when all have arrived. So no call ever sees a part of a version. Within a group nothing is copied.
 
-use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use verl_plan::schedule::placement::{Place, Schedule};
@@ -23,6 +22,8 @@ const BUCKET_BYTES: usize = 64 << 20;
 pub(super) struct Copies {
     /// Group and model of each copy of a model that some stage updates.
     followers: BTreeSet<(usize, String)>,
+    /// How often the weights of each model with copies may have changed.
+    changes: BTreeMap<String, u64>,
     /// Those whose weights may differ from the model's.
     stale: BTreeSet<(usize, String)>,
     /// Time and size of the transfers since they were last taken.
@@ -49,6 +50,7 @@ impl Copies {
         Copies {
             // The home may have loaded other weights than the copies, for example random ones.
             stale: followers.clone(),
+            changes: BTreeMap::new(),
             followers,
             cost: SyncCost::default(),
         }
@@ -56,6 +58,7 @@ impl Copies {
 
     /// The weights of `model` may have changed.
     fn changed(&mut self, model: &str) {
+        *self.changes.entry(model.to_owned()).or_default() += 1;
         let copies = self.followers.iter().filter(|(_, name)| name == model);
         self.stale.extend(copies.cloned());
     }
@@ -63,6 +66,25 @@ impl Copies {
     /// The weights of any model may have changed.
     pub(super) fn all_changed(&mut self) {
         self.stale = self.followers.clone();
+    }
+
+    /// All copies in `group` were loaded anew.
+    pub(super) fn stale_in(&mut self, group: usize) {
+        let copies = self.followers.iter().filter(|(own, _)| *own == group);
+        self.stale.extend(copies.cloned());
+    }
+
+    /// The copies that `stage` reads, with the number of changes of their models so far.
+    pub(super) fn read_by(&self, schedule: &Schedule, stage: usize) -> Vec<(String, u64)> {
+        let Place::Group(group) = schedule.places()[stage] else {
+            return Vec::new();
+        };
+        let models = schedule.plan().stages()[stage].spec().models.iter();
+        let copies = models.filter(|(model, _)| self.followers.contains(&(group, model.clone())));
+        let count = |model: &String| self.changes.get(model).copied().unwrap_or_default();
+        copies
+            .map(|(model, _)| (model.clone(), count(model)))
+            .collect()
     }
 
     /// Whether there are any.
@@ -87,6 +109,14 @@ impl Run {
     /// # Errors
     /// The weights cannot be sent, or a worker is lost. The copies then have the weights that they had.
     pub(super) fn sync_copies_of(&mut self, stage: usize) -> Result<(), RunError> {
+        while let Err(error) = self.sync_copies_once(stage) {
+            self.revive_any(error)?;
+        }
+        Ok(())
+    }
+
+    /// As [`Run::sync_copies_of`], without starting lost workers again.
+    pub(super) fn sync_copies_once(&mut self, stage: usize) -> Result<(), RunError> {
         if self.copies.stale.is_empty() {
             return Ok(());
         }
@@ -141,7 +171,7 @@ impl Run {
             self.workers[group].receive(accepting, self.deadline)?;
             accepting = self.workers[group].send(Query::AcceptBucket {
                 model: model.clone(),
-                bucket: Arc::from(read),
+                bucket: read,
             })?;
         }
         self.workers[group].receive(accepting, self.deadline)?;

@@ -16,6 +16,7 @@ mod rows;
 pub mod schema;
 pub mod train;
 pub mod warmup;
+pub mod worker;
 
 use std::io::{self, Write};
 use std::path::PathBuf;

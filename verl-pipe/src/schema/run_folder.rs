@@ -9,6 +9,7 @@ use verl_run::records::{
     DataFile, ENGINE_METRICS, MetricsLine, RowErrorLine, STAGE, SampleLine, StartFile, StatusFile,
     VersionsFile, WarningLine,
 };
+use verl_run::spans::TimelineLine;
 use verl_run::stall::StallReport;
 use verl_trace::files::{
     Beside, Column, Conditions, MANIFEST_KEY, STAT_COLUMNS, STEP_COLUMNS, StageManifest,
@@ -158,6 +159,11 @@ impl Catalogue<'_> {
                 "status.json",
                 "status",
                 "whether the content of the folder is complete",
+            ),
+            lines::<TimelineLine>(
+                "timeline.jsonl",
+                "timeline",
+                "a line for each step: where and when each call ran, and what the run did besides; `trace.timeline_mb` limits its size, so a long run leaves out steps",
             ),
             lines::<Anomaly>(
                 "trace/anomalies.jsonl",

@@ -19,7 +19,7 @@ use verl_pipe::plan::Plannable;
 use verl_pipe::registry::Registry;
 use verl_pipe::schedule::batching::DevicesConfig;
 use verl_pipe::schedule::groups::DeviceGroup;
-use verl_pipe::sizes::GroupConfig;
+use verl_pipe::sizes::{GroupConfig, WorkerKind};
 use verl_pipe::stage::*;
 
 fn pages() -> PathBuf {
@@ -365,9 +365,7 @@ fn several_devices() {
 
 #[test]
 fn models_and_stages_without_a_place() {
-    let cpu = || GroupConfig {
-        devices: "cpu".to_owned(),
-    };
+    let cpu = || GroupConfig::new("cpu");
     let groups = |pipe: DataPipe| pipe.group("train", cpu()).group("score", cpu());
     // No default group, an unknown group, and a stage that needs none.
     let mut pipe = groups(grpo());
@@ -389,6 +387,18 @@ fn models_and_stages_without_a_place() {
     pipe.groups[0].1.devices = "cuda:0-3".to_owned();
     pipe.groups[1].1.devices = "cuda:".to_owned();
     insta::assert_snapshot!("S017", printed(&findings(&pipe)));
+    // Settings of worker processes, and stages that exist only in this process.
+    let mut pipe = groups(grpo()).add_stage(
+        "own",
+        stage_fn(
+            StageSpec::new().reads(REWARDS).rows(RowRule::Sink),
+            |_, _| Ok(()),
+        ),
+    );
+    pipe.devices.group = "train".to_owned();
+    pipe.groups[1].1.worker = WorkerKind::Process;
+    (pipe.run.worker_deadline_s, pipe.run.worker_snapshot_steps) = (0.0, 0);
+    insta::assert_snapshot!("S018", printed(&findings(&pipe)));
     // A copy of a model of a kind whose copies do not follow.
     let mut pipe = groups(grpo());
     pipe.devices.group = "train".to_owned();
@@ -530,6 +540,7 @@ fn every_code_of_the_source_has_a_page_and_vice_versa() {
         "verl-pipe/view/src",
         "verl-pipe/words/src",
         "verl-stages/src",
+        "verl-models/collective/src",
         "verl-models/decoder/src",
         "verl-models/kernels/src",
         "verl-models/rollout/src",

@@ -4,20 +4,23 @@ use std::fmt;
 
 /// Alignment of a column.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Align {
+pub enum Align {
+    /// Starts at the left edge of the column.
     Left,
+    /// Ends at the right edge of the column.
     Right,
 }
 
 /// Rows of cells under headings; printed with two spaces between columns and without trailing spaces.
 #[derive(Debug, Clone)]
-pub(crate) struct Table {
+pub struct Table {
     columns: Vec<(String, Align)>,
     rows: Vec<Vec<String>>,
 }
 
 impl Table {
-    pub(crate) fn new<S: AsRef<str>>(columns: &[(S, Align)]) -> Table {
+    /// A table without rows.
+    pub fn new<S: AsRef<str>>(columns: &[(S, Align)]) -> Table {
         let columns = columns
             .iter()
             .map(|(name, align)| (name.as_ref().to_owned(), *align));
@@ -27,7 +30,8 @@ impl Table {
         }
     }
 
-    pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = String>) {
+    /// Adds a row.
+    pub fn row(&mut self, cells: impl IntoIterator<Item = String>) {
         self.rows.push(cells.into_iter().collect());
     }
 }

@@ -17,6 +17,7 @@
 //! | `trace/` | statistics of every edge, full steps, anomalies; see [`files`](verl_trace::files) |
 //! | `schema.json` | keys, shapes and meanings of the pipeline, if steps or stages are traced in full |
 //! | `stall.json` | what the run waited for during a long silence; see [`stall`](verl_run::stall) |
+//! | `timeline.jsonl` | steps as they ran; see [`timeline_file`](crate::timeline_file) |
 //! | `start.json` | duration of each part of the start, up to the end of the first step, and compiled kernels |
 //! | `status.json` | see [`RunStatus`] |
 //!

@@ -9,6 +9,7 @@ mod lines;
 mod replaced;
 mod state_file;
 pub mod timeline;
+pub mod timeline_file;
 pub mod trainer;
 pub mod warnings;
 

@@ -26,7 +26,17 @@ impl Lines {
 
     /// Appends a line with one call; a partially written line is removed again.
     pub(crate) fn add(&mut self, value: &impl Serialize) -> io::Result<()> {
-        let line = format!("{}\n", serde_json::to_string(value)?);
+        self.add_text(serde_json::to_string(value)?)
+    }
+
+    /// Size of the file (bytes).
+    pub(crate) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Appends `line` like [`Lines::add`].
+    pub(crate) fn add_text(&mut self, mut line: String) -> io::Result<()> {
+        line.push('\n');
         let written = self
             .file
             .write_all(line.as_bytes())

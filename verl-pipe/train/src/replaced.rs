@@ -50,7 +50,7 @@ fn disposable(dir: &Path) -> Option<String> {
     use verl_run::records::{MetricsLine, Status, StatusFile};
 
     /// Files that a run writes before its first step is complete.
-    const WRITTEN: [&str; 14] = [
+    const WRITTEN: [&str; 15] = [
         "config.schema.json",
         "config.toml",
         "data.json",
@@ -62,6 +62,7 @@ fn disposable(dir: &Path) -> Option<String> {
         "stall.json",
         "start.json",
         "status.json",
+        "timeline.jsonl",
         "trace",
         "versions.json",
         "warnings.jsonl",

@@ -13,6 +13,7 @@ use verl_run::metrics::StepMetrics;
 use verl_run::records::WarningLevel;
 use verl_run::runner::{Run, RunOptions, RunSnapshot, StepOutput};
 use verl_run::space::{FreeSpace, Room};
+use verl_run::spans::SpanKind;
 use verl_run::tap::Both;
 use verl_trace::files::describe_pipeline;
 use verl_trace::record::Recorder;
@@ -22,6 +23,7 @@ use crate::ending::Failure;
 use crate::folder::RunFolder;
 use crate::state_file::ReportCounts;
 use crate::timeline::{Kernels, Timeline, start_line};
+use crate::timeline_file::TimelineFile;
 use crate::warnings::{SharedConsole, Warnings, set_listener};
 
 /// File of a run folder with the schema of `config.toml`, for editors.
@@ -81,6 +83,8 @@ pub struct Trainer {
     since: Option<Instant>,
     /// Until the first step is done.
     timeline: Option<Timeline>,
+    /// Where and when calls ran.
+    timeline_file: TimelineFile,
     /// Models that have been saved.
     pub(super) saved: BTreeSet<String>,
     pub(super) warnings: Warnings,
@@ -169,6 +173,8 @@ impl Trainer {
                 false => tracing::warn!("{finding}"),
             }
         }
+        let timeline_mb = plan.pipe().trace.timeline_mb;
+        let timeline_file = TimelineFile::new(folder.path(), timeline_mb, room.clone());
         let begin = || {
             room.reserve_for(&plan)?;
             folder.write_text("config.toml", &config)?;
@@ -189,7 +195,7 @@ impl Trainer {
             let mut run = options.run;
             run.run_dir = Some(folder.path().to_owned());
             if let Some(recorder) = &recorder {
-                run.tap = Arc::new(Both(run.tap, recorder.clone()));
+                run.tap = Arc::new(Both(run.tap, timeline_file.timed(recorder.clone())));
             }
             let mut timeline = Timeline::load(schedule.plan(), options.began, options.kernels);
             let run = Run::start(schedule, run)?;
@@ -209,6 +215,7 @@ impl Trainer {
                 samples_per_step: settings.samples_per_step,
                 since: None,
                 timeline: Some(timeline),
+                timeline_file,
                 saved: BTreeSet::new(),
                 warnings,
                 listener,
@@ -260,13 +267,22 @@ impl Trainer {
     fn try_step(&mut self) -> Result<StepMetrics, RunError> {
         self.begin()?;
         self.warnings.at_step(self.run.steps_done() + 1);
+        let since = Instant::now();
         self.record_state();
+        self.timeline_file.note(SpanKind::Snapshot, "state", since);
+        let began = Instant::now();
         let output = self.run.step();
+        let ended = Instant::now();
+        if output.is_err() {
+            let (step, spans) = (self.run.steps_done() + 1, self.run.failed_spans());
+            self.timeline_file.failed(step, spans, began, ended);
+        }
         self.record_late_states();
         let rows_written = self.folder.row_errors(self.run.row_errors());
         let StepOutput {
             mut metrics,
             samples,
+            spans,
         } = output?;
         rows_written?;
         self.update_counts();
@@ -274,6 +290,7 @@ impl Trainer {
         self.record_metrics(&metrics);
         let kept = samples.len().min(self.samples_per_step);
         self.folder.sample(metrics.step, &samples[..kept])?;
+        self.timeline_file.note(SpanKind::Record, "samples", ended);
         let observed = self.observe(metrics.step);
         if let Ok(Some(observed)) = &observed {
             metrics.values.extend(observed.values.clone());
@@ -281,7 +298,10 @@ impl Trainer {
         self.room
             .step_done(metrics.step, self.run.schedule().plan());
         // The models have been updated, so the step is recorded even if an observer failed.
+        let since = Instant::now();
         self.folder.record(&metrics)?;
+        self.timeline_file.note(SpanKind::Record, "metrics", since);
+        self.timeline_file.step(&metrics, spans, began);
         if let Some(timeline) = self.timeline.take() {
             let start = timeline.first_step(&metrics);
             self.folder.write_start(&start)?;
@@ -389,7 +409,13 @@ impl Trainer {
         if !self.run.observes(step) {
             return Ok(None);
         }
-        let StepOutput { metrics, samples } = self.run.observe(step)?;
+        let since = Instant::now();
+        let StepOutput {
+            metrics,
+            samples,
+            spans,
+        } = self.run.observe(step)?;
+        self.timeline_file.observed(spans, since);
         self.tally(&metrics);
         self.folder.sample(step, &samples)?;
         self.summary.after = metrics

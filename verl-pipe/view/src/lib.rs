@@ -1,4 +1,5 @@
-//! A run as one self-contained HTML page: pipeline, curves, steps, samples, texts, anomalies.
+//! A run as one self-contained HTML page: pipeline, curves, steps, samples, texts, anomalies; and a step as a
+//! [`timeline`].
 //!
 //! This crate writes the page as data, and the scripts of `assets/view` draw it in the browser. Data that would make
 //! the page large is thinned or left out ([`ViewOptions`]), and the page says so: curves keep the smallest and the
@@ -15,6 +16,7 @@ mod serve;
 mod tables;
 mod texts;
 mod thin;
+pub mod timeline;
 
 use std::collections::BTreeMap;
 use std::path::Path;

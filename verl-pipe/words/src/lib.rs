@@ -7,6 +7,7 @@ pub mod batch;
 pub mod conformance;
 pub mod data;
 pub mod diagnostic;
+mod error_text;
 pub mod field;
 pub mod keys;
 pub mod panics;

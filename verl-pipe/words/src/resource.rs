@@ -35,7 +35,7 @@ impl fmt::Debug for Snapshot {
 }
 
 /// State in a form that can be stored on disk, and read by any version of the type that made it.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct StoredState {
     /// Tensors, in the safetensors format; may be empty.
     pub tensors: Vec<u8>,
@@ -44,7 +44,7 @@ pub struct StoredState {
 }
 
 /// An error of a resource.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResourceError {
     /// A snapshot that another type made.
@@ -57,7 +57,7 @@ pub enum ResourceError {
     NotStored,
     /// Loading, saving or computing failed.
     #[error("{0}")]
-    Failed(Box<dyn std::error::Error + Send + Sync>),
+    Failed(#[serde(with = "crate::error_text")] Box<dyn std::error::Error + Send + Sync>),
 }
 
 /// Why a model cannot be loaded onto a device.
@@ -241,6 +241,8 @@ pub struct Footprint {
     pub kept_logit_bytes: u64,
     /// Bytes of copies of weights that training keeps for the backward pass.
     pub copy_bytes: u64,
+    /// Bytes that a rollout engine keeps between calls, such as packed weights; freed before training.
+    pub engine_bytes: u64,
 }
 
 /// The kernels that a model uses on the CPU, as far as they affect whether results repeat.

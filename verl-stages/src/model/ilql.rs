@@ -51,12 +51,11 @@ impl IlqlLm {
     /// The decoder without heads.
     fn plain(&self) -> CausalLm {
         CausalLm {
-            path: self.path.clone(),
             init: self.init,
             dtype: WeightsDType::F32,
-            recompute: false,
             optimizer: self.optimizer.clone(),
             save_as: self.save_as,
+            ..CausalLm::frozen(&self.path)
         }
     }
 }
@@ -92,6 +91,10 @@ impl ModelFactory for IlqlLm {
             let of_state = 4 * (2 * Q_HEADS + 1) * config.vocab_size;
             info.footprint.kept_bytes_per_token += of_state as u64;
             info.footprint.layer_bytes_per_token += of_state as u64;
+            if self.beta != 0.0 {
+                // Shifted logits are sampled from the decoder's own weights.
+                info.footprint.engine_bytes = 0;
+            }
             // Only f32 is supported.
             info.smaller = None;
         }

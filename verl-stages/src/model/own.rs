@@ -4,14 +4,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use burn::tensor::Device;
-use verl_models::critic::Critic;
 use verl_models::model::{ModelInterface, PolicyModel, ValueInterface, ValueModel};
 use verl_models::optim::OptimizerConfig;
-use verl_models::policy::Policy;
+use verl_models::replicas::Sharding;
 use verl_models::tokenizer::Tokenizer;
 use verl_words::resource::{ModelInfo, ModelResource, ResourceError};
 use verl_words::stage::{BuildContext, ConfigError, DeviceSupport, ModelFactory, Training};
 
+use super::replicas::OnDevice;
 use super::texts::template_of;
 use super::{
     BurnDevices, POLICY, PolicyResource, TextTools, VALUE_MODEL, ValueResource, check_optimizer,
@@ -33,7 +33,7 @@ impl BuiltModel {
     }
 }
 
-type BuildModel = dyn Fn(&Device, u64, Option<OptimizerConfig>) -> Result<BuiltModel, ResourceError>
+type BuildModel = dyn Fn(OnDevice<'_>, u64, Option<OptimizerConfig>) -> Result<BuiltModel, ResourceError>
     + Send
     + Sync;
 
@@ -72,10 +72,11 @@ where
     E: Into<Box<dyn std::error::Error + Send + Sync>>,
     F: Fn(&Device, u64) -> Result<M, E> + Send + Sync + 'static,
 {
-    CustomModel::new(POLICY, move |device, seed, optimizer| {
-        let module = make(device, seed).map_err(|error| ResourceError::Failed(error.into()))?;
-        let policy = Policy::new(module, optimizer).map_err(failed)?;
-        Ok(BuiltModel::Policy(Box::new(policy)))
+    CustomModel::new(POLICY, move |on, seed, optimizer| {
+        let device = verl_models::device::device(on.device).map_err(failed)?;
+        let module = make(&device, seed).map_err(|error| ResourceError::Failed(error.into()))?;
+        let policy = on.policy(module, optimizer, Sharding::default())?;
+        Ok(BuiltModel::Policy(policy))
     })
 }
 
@@ -99,17 +100,18 @@ where
     E: Into<Box<dyn std::error::Error + Send + Sync>>,
     F: Fn(&Device, u64) -> Result<M, E> + Send + Sync + 'static,
 {
-    CustomModel::new(VALUE_MODEL, move |device, seed, optimizer| {
-        let module = make(device, seed).map_err(|error| ResourceError::Failed(error.into()))?;
-        let critic = Critic::new(module, optimizer).map_err(failed)?;
-        Ok(BuiltModel::Values(Box::new(critic)))
+    CustomModel::new(VALUE_MODEL, move |on, seed, optimizer| {
+        let device = verl_models::device::device(on.device).map_err(failed)?;
+        let module = make(&device, seed).map_err(|error| ResourceError::Failed(error.into()))?;
+        let model = on.values(module, optimizer, Sharding::default())?;
+        Ok(BuiltModel::Values(model))
     })
 }
 
 impl CustomModel {
     fn new(
         role: &'static str,
-        make: impl Fn(&Device, u64, Option<OptimizerConfig>) -> Result<BuiltModel, ResourceError>
+        make: impl Fn(OnDevice<'_>, u64, Option<OptimizerConfig>) -> Result<BuiltModel, ResourceError>
         + Send
         + Sync
         + 'static,
@@ -199,9 +201,28 @@ impl ModelFactory for CustomModel {
         device: &str,
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
-        let device = verl_models::device::device(device).map_err(failed)?;
+        self.load_onto(name, OnDevice::one(device), context)
+    }
+
+    fn load_replicas(
+        &self,
+        name: &str,
+        devices: &[String],
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        self.load_onto(name, OnDevice::all(name, devices)?, context)
+    }
+}
+
+impl CustomModel {
+    fn load_onto(
+        &self,
+        name: &str,
+        on: OnDevice<'_>,
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
         let optimizer = optimizer_of(self.optimizer.as_ref(), name, context);
-        let model = (self.make)(&device, context.seed, optimizer)?;
+        let model = (self.make)(on, context.seed, optimizer)?;
         let mut tools = TextTools::default();
         if let Some(dir) = &self.tokenizer {
             let dir = context.base.join(dir);

@@ -40,7 +40,7 @@ impl TextTools {
                 tokenizer: resource.tokenizer.clone(),
                 template: resource.template.clone(),
                 no_template: resource.no_template.clone(),
-                max_tokens: resource.policy.max_tokens(),
+                max_tokens: resource.policy().max_tokens(),
                 token_decoder: Arc::default(),
             });
         }

@@ -8,11 +8,11 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::ValueDecoder;
 use verl_models::chat_template::ChatTemplate;
-use verl_models::critic::Critic;
 use verl_models::hf::LoadError;
 use verl_models::memory::Usage;
 use verl_models::model::ValueModel;
 use verl_models::optim::OptimizerConfig;
+use verl_models::replicas::Sharding;
 use verl_models::tokenizer::Tokenizer;
 use verl_models::value_head::{self, FreshHead, HeadKind};
 use verl_words::resource::{
@@ -23,6 +23,7 @@ use verl_words::stage::{
     BuildContext, ConfigError, DeviceSupport, ModelConfig, ModelFactory, Training,
 };
 
+use super::replicas::{OnDevice, is_default};
 use super::{
     BurnDevices, Init, SaveAs, TextTools, VALUE_MODEL, WeightsDType, check_optimizer,
     check_recompute, check_weights, decoder_config, decoder_kernels, describe_texts, failed,
@@ -53,6 +54,14 @@ impl ValueResource {
         }
     }
 
+    fn model(&self) -> &dyn ValueModel {
+        self.model.as_ref()
+    }
+
+    fn model_mut(&mut self) -> &mut dyn ValueModel {
+        self.model.as_mut()
+    }
+
     /// A resource of a model with its tokenizer and chat template.
     pub(super) fn with_texts(model: Box<dyn ValueModel>, tools: TextTools) -> Self {
         ValueResource {
@@ -64,7 +73,7 @@ impl ValueResource {
     }
 }
 
-trained_resource!(ValueResource, model, "value model");
+trained_resource!(ValueResource, model, model_mut, "value model");
 
 /// Weights of a fresh head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
@@ -109,6 +118,10 @@ pub struct ValueLm {
     /// Type of the weights in the saved folder.
     #[serde(default)]
     pub save_as: SaveAs,
+    /// What replicas of the model divide among them in training, if its group has several devices.
+    #[serde(default, skip_serializing_if = "is_default")]
+    #[schemars(extend("default" = "optimizer"))]
+    pub sharding: Sharding,
 }
 
 fn token_classification() -> HeadKind {
@@ -127,6 +140,7 @@ impl ValueLm {
             head_init: HeadInit::default(),
             optimizer: None,
             save_as: SaveAs::default(),
+            sharding: Sharding::default(),
         }
     }
 
@@ -140,6 +154,35 @@ impl ValueLm {
 
     fn folder(&self, context: &BuildContext) -> PathBuf {
         context.base.join(&self.path)
+    }
+
+    fn load_onto(
+        &self,
+        name: &str,
+        on: OnDevice<'_>,
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        let dir = self.folder(context);
+        let dtype = self.dtype.on(on.device).map_err(failed)?;
+        let device = verl_models::device::device(on.device).map_err(failed)?;
+        let head = self.fresh_head(context.seed);
+        let mut decoder = match self.init {
+            Init::Pretrained => {
+                let loaded = ValueDecoder::load_as(&dir, &device, dtype, head);
+                loaded.map_err(failed)?.0
+            }
+            Init::Random => {
+                let no_head = || failed(LoadError::NoHead { dir: dir.clone() });
+                let head = head.ok_or_else(no_head)?;
+                ValueDecoder::on(random_decoder(&dir, &device, dtype, context.seed)?, head)
+            }
+        };
+        decoder.model.recompute = self.recompute;
+        decoder.save_dtype = self.save_as.into();
+        let tools = load_texts(&dir, &decoder.config)?;
+        let optimizer = optimizer_of(self.optimizer.as_ref(), name, context);
+        let model = on.values(decoder, optimizer, self.sharding)?;
+        Ok(Box::new(ValueResource::with_texts(model, tools)))
     }
 
     /// The head for a folder without one; `None` if the model is frozen.
@@ -245,27 +288,20 @@ impl ModelFactory for ValueLm {
         device: &str,
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
-        let dir = self.folder(context);
-        let dtype = self.dtype.on(device).map_err(failed)?;
-        let device = verl_models::device::device(device).map_err(failed)?;
-        let head = self.fresh_head(context.seed);
-        let mut decoder = match self.init {
-            Init::Pretrained => {
-                let loaded = ValueDecoder::load_as(&dir, &device, dtype, head);
-                loaded.map_err(failed)?.0
-            }
-            Init::Random => {
-                let no_head = || failed(LoadError::NoHead { dir: dir.clone() });
-                let head = head.ok_or_else(no_head)?;
-                ValueDecoder::on(random_decoder(&dir, &device, dtype, context.seed)?, head)
-            }
-        };
-        decoder.model.recompute = self.recompute;
-        decoder.save_dtype = self.save_as.into();
-        let tools = load_texts(&dir, &decoder.config)?;
-        let optimizer = optimizer_of(self.optimizer.as_ref(), name, context);
-        let critic = Critic::new(decoder, optimizer).map_err(failed)?;
-        Ok(Box::new(ValueResource::with_texts(Box::new(critic), tools)))
+        self.load_onto(name, OnDevice::one(device), context)
+    }
+
+    fn load_replicas(
+        &self,
+        name: &str,
+        devices: &[String],
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        self.load_onto(name, OnDevice::all(name, devices)?, context)
+    }
+
+    fn can_replicate(&self) -> bool {
+        true
     }
 
     fn can_follow(&self) -> bool {
@@ -275,14 +311,14 @@ impl ModelFactory for ValueLm {
     fn load_copy(
         &self,
         name: &str,
-        device: &str,
+        devices: &[String],
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
         let frozen = ValueLm {
             optimizer: None,
             ..self.clone()
         };
-        frozen.load(name, device, context)
+        frozen.load_replicas(name, devices, context)
     }
 }
 

@@ -8,7 +8,7 @@ use verl_models::chat_template::ChatTemplate;
 use verl_models::model::{
     Extras, ModelError, PackedScores, PolicyModel, ScoreRow, Scores, StepReport, TrainedModel,
 };
-use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use verl_models::rollout::engine::{EngineWeights, PreparedModel, RolloutError};
 use verl_models::tokenizer::Tokenizer;
 use verl_words::data::{DataError, DataLoaderInterface};
 use verl_words::stage::{CancelToken, Models, StageSink};
@@ -447,15 +447,13 @@ fn bad_settings_are_all_reported() {
 /// A model of which the source only reads the context.
 struct Weightless;
 
-impl PolicyModel for Weightless {
-    fn generate(
-        &self,
-        _requests: &[RolloutRequest],
-        _settings: &SamplingSettings,
-        _on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
-    ) -> Result<(), RolloutError> {
-        Ok(())
+impl EngineWeights for Weightless {
+    fn prepare(&self) -> Result<Box<dyn PreparedModel>, RolloutError> {
+        Err(RolloutError::NoTensors)
     }
+}
+
+impl PolicyModel for Weightless {
     fn score(
         &self,
         _rows: &[ScoreRow<'_>],

@@ -2,6 +2,7 @@ use std::path::Path;
 
 use verl_algos::losses::{Objective, ValueLoss};
 use verl_algos::{Aggregation, MicroBatch};
+use verl_models::model::ModelError;
 
 use super::*;
 
@@ -95,7 +96,10 @@ fn rows_are_split_as_the_unit_allows() {
 }
 
 /// Shares of a mini-batch whose second micro-batch has no tokens.
-fn shares(returns: Option<Vec<f64>>) -> (Result<Shares, StageError>, Vec<[Range<usize>; 2]>) {
+fn shares(
+    returns: Option<Vec<f64>>,
+    round_len: usize,
+) -> (Result<Shares, StageError>, Vec<[Range<usize>; 2]>) {
     let objective = Objective::new(Aggregation::TokenMean).with(1.0, ValueLoss { clip: None });
     let mini = MiniBatch {
         returns,
@@ -103,33 +107,73 @@ fn shares(returns: Option<Vec<f64>>) -> (Result<Shares, StageError>, Vec<[Range<
     };
     let prepared = objective.prepare(&mini).unwrap();
     let mut seen = Vec::new();
-    let shares = Shares::of(&mini, &[], 8..16, CUTS, CutUnit::Row, |micro, shares| {
-        seen.push([micro.rows.clone(), micro.tokens.clone()]);
-        let device = burn::tensor::Device::flex();
-        let values = Tensor::<1>::ones([micro.tokens.len()], &device);
-        let share = prepared.loss(&MicroBatch::of_values(
-            micro.tokens.clone().collect(),
-            values.clone(),
-        ));
-        Ok(shares.take(share, values).into_scalar::<f64>())
+    let cuts = (CUTS, CutUnit::Row);
+    let shares = Shares::of(&mini, &[], 8..16, cuts, round_len, |round, reports| {
+        let losses = round.iter().enumerate().map(|(index, micro)| {
+            seen.push([micro.rows.clone(), micro.tokens.clone()]);
+            let device = burn::tensor::Device::flex();
+            let values = Tensor::<1>::ones([micro.tokens.len()], &device);
+            let share = prepared.loss(&MicroBatch::of_values(
+                micro.tokens.clone().collect(),
+                values.clone(),
+            ));
+            reports.take(index, share, values).into_scalar::<f64>()
+        });
+        Ok(losses.collect())
     });
     (shares, seen)
 }
 
 #[test]
 fn shares_add_up_and_micro_batches_without_tokens_are_skipped() {
-    let (sum, seen) = shares(Some(vec![1.0, 2.0, 3.0, 5.0]));
-    assert_eq!(seen, [[8..11, 0..3], [14..16, 3..4]]);
-    let sum = sum.unwrap();
-    // Half squares of 0, 1, 2 and 4.
-    assert_eq!(sum.loss, (0.5 + 2.0 + 8.0) / 4.0);
-    assert_eq!(sum.metrics[0].value(), sum.loss);
+    for round_len in [1, 2, 5] {
+        let (sum, seen) = shares(Some(vec![1.0, 2.0, 3.0, 5.0]), round_len);
+        assert_eq!(seen, [[8..11, 0..3], [14..16, 3..4]]);
+        let sum = sum.unwrap();
+        // Half squares of 0, 1, 2 and 4.
+        assert_eq!(sum.loss, (0.5 + 2.0 + 8.0) / 4.0);
+        assert_eq!(sum.metrics[0].value(), sum.loss);
+    }
 }
 
 #[test]
 fn an_error_of_the_maths_ends_the_step() {
-    let (refused, seen) = shares(None);
-    let error = refused.unwrap_err().to_string();
-    assert!(error.contains("returns"), "{error}");
-    assert_eq!(seen.len(), 1);
+    for round_len in [1, 2] {
+        let (refused, seen) = shares(None, round_len);
+        let error = refused.unwrap_err().to_string();
+        assert!(error.contains("returns"), "{error}");
+        assert_eq!(seen.len(), round_len);
+    }
+}
+
+#[test]
+fn the_first_error_of_a_round_names_its_sample() {
+    let objective = Objective::new(Aggregation::TokenMean).with(1.0, ValueLoss { clip: None });
+    let mini = MiniBatch {
+        returns: Some(vec![1.0; 4]),
+        ..MiniBatch::new(vec![0, 0, 2, 6])
+    };
+    assert!(objective.prepare(&mini).is_ok());
+    let ids: Vec<RowId> = (0..16).map(|row| RowId::prompt(0, row).unwrap()).collect();
+    let message = |refuse: Option<usize>, micro| {
+        let cuts = (CUTS, CutUnit::Row);
+        let refused = Shares::of(&mini, &ids, 8..16, cuts, 2, |_, reports| {
+            if let Some(micro) = refuse {
+                let error = AlgoError::Missing {
+                    algorithm: "test",
+                    argument: "numbers",
+                };
+                let device = burn::tensor::Device::flex();
+                reports.take(micro, Err(error), Tensor::<1>::ones([1], &device));
+            }
+            let error = ModelError::EmptyPrompt { row: 1 };
+            Err(RoundError { micro, error })
+        });
+        refused.unwrap_err().to_string()
+    };
+    // Row 1 of the second micro-batch is row 15 of the step.
+    assert!(message(None, 1).contains("0.15"), "{}", message(None, 1));
+    assert!(message(None, 0).contains("0.9"), "{}", message(None, 0));
+    assert!(message(Some(0), 1).contains("numbers"));
+    assert!(message(Some(1), 0).contains("0.9"));
 }

@@ -73,11 +73,11 @@ impl Baseline<'_> {
         let mut context = usize::MAX;
         for name in [self.policy, self.reference] {
             let model = find_model::<PolicyResource>(models, name)?;
-            context = context.min(model.policy.max_tokens());
+            context = context.min(model.policy().max_tokens());
         }
         let rows = mismatched(rows, context)?;
         let mut sums = |name: &str| -> Result<Vec<f64>, StageError> {
-            let policy = &find_model::<PolicyResource>(models, name)?.policy;
+            let policy = find_model::<PolicyResource>(models, name)?.policy();
             let scores = policy.score(&rows, self.temperature, Extras::default());
             let scores = scores.map_err(|error| refused_row(error, ids))?.into_iter();
             Ok(scores

@@ -1,8 +1,8 @@
 //! The planner against the table of HybridFlow: every training layout up to 16 ranks, every generation layout of it.
 
 use verl_reshard::{
-    Distance, Grid, Grouping, Layout, PlanSettings, RankFigures, Ranks, Reuse, Topology, Transfers,
-    Weight, plan,
+    Distance, Grid, Grouping, Layout, Mesh, PlanSettings, RankFigures, Ranks, Reuse, Topology,
+    Transfers, Weight, plan,
 };
 
 use crate::kit::{grid, layout, matrices, ranks};
@@ -139,4 +139,19 @@ fn consecutive_grouping_receives_more_and_keeps_parts_that_it_does_not_use() {
             assert_eq!(own.reused + own.redundant, m / tp, "{case:?}");
         }
     }
+}
+
+/// What docs/dispatch.md shows of the meshes of this example is what they print.
+#[test]
+fn the_page_shows_the_meshes_that_are_printed() {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/dispatch.md");
+    let page = std::fs::read_to_string(page).expect("the page");
+    let training = grid(1, 4, 1);
+    let actor = Mesh::of(&ranks(training));
+    let rollout = Mesh::of(&generation((training, 1, 2), Grouping::Stride));
+    for mesh in [&actor, &rollout] {
+        let own: Vec<String> = mesh.dp_rank.iter().map(usize::to_string).collect();
+        assert!(page.contains(&format!("`{}`", own.join(" "))), "{mesh:?}");
+    }
+    assert!(page.contains(&rollout.to_string()), "{rollout}");
 }

@@ -1,5 +1,7 @@
 //! What a sink refuses, and that it then stays as it was.
 
+use std::ops::Range;
+
 use proptest::prelude::*;
 use verl_reshard::{
     Bucket, BucketSource, Element, StagedWeights, Staging, SyncError, TensorSpec, WeightSource,
@@ -39,9 +41,10 @@ fn content(step: u64) -> Vec<Vec<u8>> {
 
 fn source(step: u64, bucket_bytes: usize) -> BucketSource {
     let (specs, content) = (tensors(), content(step));
-    let read = move |tensor: usize, cells: std::ops::Range<usize>| {
+    let read = move |tensor: usize, cells: Range<usize>, bytes: &mut Vec<u8>| {
         let size = specs[tensor].element.size();
-        Ok(content[tensor][cells.start * size..cells.end * size].to_vec())
+        bytes.extend_from_slice(&content[tensor][cells.start * size..cells.end * size]);
+        Ok(())
     };
     BucketSource::new(version(step), tensors(), bucket_bytes, read).expect("buckets of 8 bytes")
 }
@@ -277,9 +280,12 @@ fn entries_that_do_not_fit_are_refused_although_their_checksum_is_right() {
 #[test]
 fn a_source_refuses_buckets_that_it_cannot_fill() {
     let new = |bucket_bytes, fails: bool| {
-        let read = move |_: usize, cells: std::ops::Range<usize>| match fails {
-            true => Err("the device is gone".to_owned()),
-            false => Ok(vec![0; cells.len()]),
+        let read = move |_: usize, cells: Range<usize>, bytes: &mut Vec<u8>| {
+            bytes.resize(bytes.len() + cells.len(), 0);
+            match fails {
+                true => Err("the device is gone".to_owned()),
+                false => Ok(()),
+            }
         };
         BucketSource::new(version(3), tensors(), bucket_bytes, read)
     };

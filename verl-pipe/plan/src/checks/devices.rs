@@ -31,12 +31,15 @@ fn check_group(
     let mut refusals: BTreeMap<(Refused, String), Vec<&str>> = BTreeMap::new();
     let layout = &draft.layout;
     for (at, model) in draft.pipe.models.iter().enumerate() {
-        if layout.homes[at] != index && !layout.copies.contains(&(index, at)) {
+        if !layout.has(index, at) {
             continue;
         }
-        let mut refused = group
-            .devices
-            .iter()
+        let devices = match group.is_on_cpu() {
+            true => vec![group.device()],
+            false => group.devices.iter().map(String::as_str).collect(),
+        };
+        let mut refused = devices
+            .into_iter()
             .filter_map(|device| model.factory.devices().check(device).err());
         // Report only the first refused device.
         let refusal = match refused.next() {

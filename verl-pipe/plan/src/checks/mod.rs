@@ -14,6 +14,7 @@ pub(crate) mod models;
 pub(crate) mod names;
 pub(crate) mod nulls;
 pub(crate) mod one_device;
+pub(crate) mod processes;
 pub(crate) mod refills;
 pub(crate) mod roles;
 pub(crate) mod samples;
@@ -42,6 +43,7 @@ pub(crate) const SETTINGS: &[Check] = &[
     batch_sizes::check,
     one_device::check,
     devices::check,
+    processes::check,
     names::check,
     settings::check,
 ];

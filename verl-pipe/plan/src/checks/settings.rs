@@ -7,13 +7,34 @@ use verl_words::stage::ConfigError;
 use crate::build::{Draft, DraftStage};
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
-    let deadline = draft.pipe.run.stage_deadline_s;
-    // NaN is not a duration either.
-    if deadline.is_nan() || deadline <= 0.0 {
-        let error = ConfigError::new(
+    let run = &draft.pipe.run;
+    for (name, deadline, nothing) in [
+        (
             "stage_deadline_s",
-            format!("is {deadline}, so no call of a stage could finish in time"),
-            "set it to a number of seconds above 0",
+            run.stage_deadline_s,
+            "no call of a stage could finish in time",
+        ),
+        (
+            "worker_deadline_s",
+            run.worker_deadline_s,
+            "every worker process would be lost at once",
+        ),
+    ] {
+        // NaN is not a duration either.
+        if deadline.is_nan() || deadline <= 0.0 {
+            let error = ConfigError::new(
+                name,
+                format!("is {deadline}, so {nothing}"),
+                "set it to a number of seconds above 0",
+            );
+            findings.push(setting_error("[run]", &error));
+        }
+    }
+    if run.worker_snapshot_steps == 0 {
+        let error = ConfigError::new(
+            "worker_snapshot_steps",
+            "is 0, which is no number of steps between two snapshots",
+            "set it to 1 for a snapshot after every step",
         );
         findings.push(setting_error("[run]", &error));
     }

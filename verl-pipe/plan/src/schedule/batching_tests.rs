@@ -212,7 +212,8 @@ fn device_groups() {
     }
     check("cpu", Some(&["cpu"]));
     check("cpu:0", None);
-    check("cpu:0-1", None);
+    check("cpu:0-1", Some(&["cpu:0", "cpu:1"]));
+    check("cpu:1-0", None);
     check("CUDA:0", None);
     check("cuda:0-1024", None);
     check("cuda:1", Some(&["cuda:1"]));

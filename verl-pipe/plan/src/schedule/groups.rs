@@ -1,6 +1,6 @@
 //! Device groups: the devices that one worker thread owns.
 
-use verl_declare::sizes::DevicesConfig;
+use verl_declare::sizes::{DevicesConfig, WorkerKind};
 use verl_words::diagnostic::Diagnostic;
 
 /// Devices with one owner, as `[devices] group` or a section of `[groups]` names them.
@@ -21,6 +21,8 @@ pub struct DeviceGroup {
     pub devices: Vec<String>,
     /// Whether `[groups]` declares it; otherwise it is the group of `[devices]`.
     pub is_named: bool,
+    /// What its worker is.
+    pub worker: WorkerKind,
 }
 
 impl DeviceGroup {
@@ -38,7 +40,22 @@ impl DeviceGroup {
             name: name.trim().to_owned(),
             devices,
             is_named: false,
+            worker: WorkerKind::Thread,
         })
+    }
+
+    /// Whether all its devices are the CPU or shares of it.
+    pub fn is_on_cpu(&self) -> bool {
+        !self.devices.is_empty() && self.devices.iter().all(|device| is_cpu(device))
+    }
+
+    /// The device that kinds of models know: the first one, where a share of the CPU is the CPU. Empty without devices.
+    pub fn device(&self) -> &str {
+        match self.devices.first() {
+            Some(first) if is_cpu(first) => "cpu",
+            Some(first) => first,
+            None => "",
+        }
     }
 
     /// The setting of its devices, for messages.
@@ -62,6 +79,11 @@ impl DeviceGroup {
             (true, devices) => devices.concat(),
         }
     }
+}
+
+/// Whether a device is the CPU or a share of it.
+fn is_cpu(device: &str) -> bool {
+    device == "cpu" || device.starts_with("cpu:")
 }
 
 /// The finding about an invalid device group.
@@ -98,6 +120,7 @@ mod tests {
         check("cuda:", None);
         check("cuda:a", None);
         check("cuda:2-1", None);
-        check("cpu:0-1", None);
+        check("cpu:0-1", Some(&["cpu:0", "cpu:1"]));
+        check("cpu:1", None);
     }
 }

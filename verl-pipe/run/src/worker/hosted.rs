@@ -41,7 +41,9 @@ struct GroupSnapshot {
     stages: BTreeMap<usize, Snapshot>,
 }
 
-const SEND: &str = "send the weights of";
+/// Actions of [`RunError::State`] on weights that travel.
+pub(crate) const SEND: &str = "send the weights of";
+pub(crate) const RECEIVE: &str = "receive the weights of";
 
 /// A kind of model whose weights do not travel.
 #[derive(Debug, thiserror::Error)]
@@ -209,7 +211,6 @@ impl Hosted {
         model: &str,
         work: impl FnOnce(&mut dyn WeightSink) -> Result<(), SyncError>,
     ) -> Result<Answer, RunError> {
-        const RECEIVE: &str = "receive the weights of";
         let sink = self.model(model, RECEIVE)?.weight_sink();
         let sink = sink.ok_or_else(|| failed("model", model, RECEIVE, NotSynced))?;
         work(sink).map_err(|e| failed("model", model, RECEIVE, e))?;
@@ -388,13 +389,13 @@ type Loaded = (Models, BTreeMap<usize, Box<dyn Stage>>);
 
 fn load(schedule: &Schedule, group: usize, data: &OpenData) -> Result<Loaded, RunError> {
     let plan = schedule.plan();
-    let device = &schedule.groups()[group].devices[0];
+    let devices = &schedule.groups()[group].devices;
     let mut models = Models::new();
     for (decl, is_copy) in schedule.models_at(group) {
         let factory = &decl.factory;
         let model = match is_copy {
-            false => factory.load(&decl.name, device, plan.context()),
-            true => factory.load_copy(&decl.name, device, plan.context()),
+            false => factory.load_replicas(&decl.name, devices, plan.context()),
+            true => factory.load_copy(&decl.name, devices, plan.context()),
         };
         let model = model.map_err(|source| RunError::Load {
             name: decl.name.clone(),

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
 use verl_reshard::{Bucket, WeightsManifest};
 use verl_words::batch::Batch;
 use verl_words::resource::{StoredState, WeightsVersion};
@@ -29,7 +30,7 @@ pub(crate) struct DeviceCall {
 }
 
 /// A request with an answer. Models are those whose home is the worker's group, except where weights are received.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) enum Query {
     /// Keeps the state of models and stages under `id`; a quick one need not compute hashes. Answer: `Snapshot`.
     Snapshot { id: u64, quick: bool },
@@ -58,7 +59,7 @@ pub(crate) enum Query {
         manifest: WeightsManifest,
     },
     /// The copy receives a bucket. Answer: `Done`.
-    AcceptBucket { model: String, bucket: Arc<Bucket> },
+    AcceptBucket { model: String, bucket: Box<Bucket> },
     /// The copy switches to the weights that have arrived. Answer: `Done`.
     FinishWeights { model: String },
     /// Writes a model into a folder. Answer: `Done`.
@@ -66,7 +67,7 @@ pub(crate) enum Query {
 }
 
 /// The answer to a [`Query`].
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Answer {
     /// It was done.
     Done,

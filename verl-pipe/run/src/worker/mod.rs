@@ -1,11 +1,14 @@
 //! Workers: each owns the models of one device group and runs the stages that use them, one call at a time.
 //!
-//! The engine speaks to a worker only in [messages](message), which contain nothing but data. So the engine does not know
-//! whether a worker is a thread of this process ([`ThreadWorker`]) or another process. A call is answered by events; a
-//! [`Query`] has one [`Answer`].
+//! The engine speaks to a worker only in messages (`message.rs`), which contain nothing but data. So the engine does not know
+//! whether a worker is a thread of this process (`ThreadWorker`) or another process (`ProcessWorker`). A call is answered
+//! by events; a `Query` has one `Answer`.
 
 pub(crate) mod hosted;
 pub(crate) mod message;
+mod process;
+mod sent;
+mod serving;
 mod thread;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,8 +19,11 @@ use crossbeam_channel::{Receiver, RecvTimeoutError};
 
 use crate::error::RunError;
 pub(crate) use hosted::start_stage;
-pub(crate) use message::{Answer, DeviceCall, Query};
-pub(crate) use thread::{ThreadWorker, WorkerStart};
+pub(crate) use message::{Answer, DeviceCall, Query, StoredStates};
+pub use process::ProcessOptions;
+pub(crate) use process::{LoadingProcess, ProcessWorker};
+pub use serving::{GroupServer, WorkerServer, enter, run_worker};
+pub(crate) use thread::{Loading, ThreadWorker, WorkerStart};
 
 /// The engine's side of a worker.
 pub(crate) trait Worker: Send {
@@ -38,6 +44,9 @@ pub(crate) trait Worker: Send {
 
     /// Gives the worker up: a call or a query did not end, so its state is unknown.
     fn abandon(&mut self);
+
+    /// Whether it is a process that is lost or was given up.
+    fn is_lost(&self) -> bool;
 
     /// Snapshots that nobody needs any more.
     fn dropped(&self) -> &Arc<DroppedSnapshots>;

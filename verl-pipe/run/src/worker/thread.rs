@@ -141,6 +141,10 @@ impl Worker for ThreadWorker {
         self.abandoned = true;
     }
 
+    fn is_lost(&self) -> bool {
+        false
+    }
+
     fn dropped(&self) -> &Arc<DroppedSnapshots> {
         &self.dropped
     }

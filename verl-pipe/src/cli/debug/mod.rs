@@ -6,6 +6,7 @@ mod diff;
 mod first_bad;
 mod replay;
 mod stall;
+mod timeline;
 mod trace;
 mod view;
 
@@ -17,6 +18,7 @@ use serde::Serialize;
 use verl_declare::registry::Registry;
 use verl_trace::replay::InspectError;
 use verl_view::ServeError;
+use verl_view::timeline::TimelineError;
 use verl_words::diagnostic::Findings;
 
 use super::json_error::{JsonError, json_findings};
@@ -25,6 +27,7 @@ pub use diff::DiffArgs;
 pub use first_bad::FirstBadArgs;
 pub use replay::ReplayArgs;
 pub use stall::StallArgs;
+pub use timeline::TimelineArgs;
 pub use trace::TraceArgs;
 pub use view::ViewArgs;
 
@@ -70,6 +73,8 @@ pub enum Debug {
     Diff(DiffArgs),
     /// Shows what a stalled run is waiting for.
     Stall(StallArgs),
+    /// Shows a step as it ran: each stage and call on the line of its group, and what groups waited for.
+    Timeline(TimelineArgs),
     /// Writes the run as one HTML page: pipeline, curves, steps, samples, anomalies; serves it on request.
     View(ViewArgs),
 }
@@ -86,6 +91,7 @@ pub fn debug(command: &Debug, registry: &Registry, out: &mut dyn Write) -> io::R
         Debug::FirstBad(args) => first_bad::first_bad(args, registry, out),
         Debug::Diff(args) => diff::diff(args, registry, out),
         Debug::Stall(args) => stall::stall(args, out),
+        Debug::Timeline(args) => timeline::timeline(args, out),
         Debug::View(args) => view::view(args, registry, out),
     };
     match done {
@@ -102,6 +108,10 @@ pub fn debug(command: &Debug, registry: &Registry, out: &mut dyn Write) -> io::R
             })
         }
         Err(Failure::Serve(error)) => {
+            writeln!(out, "error[{}]: {error}", error.code())?;
+            Ok(NOTHING)
+        }
+        Err(Failure::Timeline(error)) => {
             writeln!(out, "error[{}]: {error}", error.code())?;
             Ok(NOTHING)
         }
@@ -124,7 +134,7 @@ impl Debug {
             Debug::FirstBad(args) => args.json,
             Debug::Diff(args) => args.json,
             Debug::Stall(args) => args.json,
-            Debug::View(_) => false,
+            Debug::Timeline(_) | Debug::View(_) => false,
         }
     }
 }
@@ -168,6 +178,8 @@ enum Failure {
     Look(InspectError),
     /// The page cannot be served; the command has no JSON output.
     Serve(ServeError),
+    /// The timeline has no such step; the command has no JSON output.
+    Timeline(TimelineError),
     /// The run can be read, but nothing that the command needs was recorded.
     Nothing(&'static str),
     Write(io::Error),

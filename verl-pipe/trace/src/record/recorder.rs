@@ -17,6 +17,7 @@ use std::time::Duration;
 use crossbeam_channel::{
     Receiver, RecvTimeoutError, SendTimeoutError, Sender, TrySendError, bounded,
 };
+use verl_plan::schedule::groups::DeviceGroup;
 use verl_plan::schedule::placement::Schedule;
 use verl_rules::config::{TraceConfig, TraceWeights, bytes_of};
 use verl_rules::format::{FORMAT, Side};
@@ -143,11 +144,7 @@ impl Recorder {
         }
         let layout = writer.layout().clone();
         write_json(&layout.conditions(), &conditions)?;
-        let on_cpu = schedule
-            .groups()
-            .iter()
-            .flat_map(|group| &group.devices)
-            .all(|device| device == "cpu");
+        let on_cpu = schedule.groups().iter().all(DeviceGroup::is_on_cpu);
         let models = plan.models().iter();
         let state_bytes = models
             .map(|model| model.info.weight_bytes + model.info.optimizer_bytes)

@@ -45,10 +45,7 @@ pub fn device_tolerance(field: &Field) -> Tolerance {
 pub(super) fn repeats_bits(schedule: &Schedule, stage: usize, changes: &Changes) -> bool {
     match schedule.places()[stage] {
         Place::Host => changes.repeats_host_bits(),
-        Place::Group(group) => {
-            let devices = &schedule.groups()[group].devices;
-            devices.iter().all(|device| device == "cpu") && changes.repeats_model_bits()
-        }
+        Place::Group(group) => schedule.groups()[group].is_on_cpu() && changes.repeats_model_bits(),
     }
 }
 

@@ -44,7 +44,7 @@ pub use first_bad::{
 };
 pub use report::{ReplayReport, ReplayedStage, SkippedStage};
 pub use scope::{ReplayScope, find_stage};
-pub use traced_run::{InspectError, TracedRun, schedule_of};
+pub use traced_run::{InspectError, TracedRun, check_run_folder, schedule_of};
 
 use changes_since::{add_data, changes_of};
 use comparison::{Around, Versions, compare_stage, compare_weights};

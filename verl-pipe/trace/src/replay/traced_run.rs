@@ -262,22 +262,30 @@ pub fn schedule_of(
     dir: &Path,
     registry: &Registry,
 ) -> Result<(Schedule, Vec<Diagnostic>), InspectError> {
-    let config = dir.join("config.toml");
-    if !config.is_file() {
-        let reason = match dir.is_dir() {
-            true => "it contains no config.toml",
-            false => "there is no such folder",
-        };
-        return Err(InspectError::NoRun {
-            dir: dir.to_owned(),
-            reason: reason.to_owned(),
-            near: near_run(dir),
-        });
-    }
+    check_run_folder(dir)?;
     let (plan, gone) = read_recorded(dir, registry)
         .and_then(|pipe| plan_to_inspect(&pipe))
         .map_err(InspectError::Config)?;
     Ok((plan.schedule().map_err(InspectError::Config)?, gone))
+}
+
+/// Checks that `dir` is a run folder.
+///
+/// # Errors
+/// [`InspectError::NoRun`], with the nearest run.
+pub fn check_run_folder(dir: &Path) -> Result<(), InspectError> {
+    if dir.join("config.toml").is_file() {
+        return Ok(());
+    }
+    let reason = match dir.is_dir() {
+        true => "it contains no config.toml",
+        false => "there is no such folder",
+    };
+    Err(InspectError::NoRun {
+        dir: dir.to_owned(),
+        reason: reason.to_owned(),
+        near: near_run(dir),
+    })
 }
 
 /// The run in the same folder as `dir` with the nearest name.

@@ -17,9 +17,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The pipeline of the fakes in group `train`, with a model `judge` in group `score`.
 fn two_groups(others: Vec<StageDecl>) -> DataPipe {
-    let cpu = || GroupConfig {
-        devices: "cpu".to_owned(),
-    };
+    let cpu = || GroupConfig::new("cpu");
     let mut pipe = pipeline(others).group("train", cpu()).group("score", cpu());
     pipe.devices.group = "train".to_owned();
     pipe.models.push(ModelDecl {

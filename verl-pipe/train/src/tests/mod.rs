@@ -15,5 +15,6 @@ mod samples;
 mod stall;
 mod state;
 mod streaming;
+mod timeline;
 mod trace;
 pub(super) mod trainer;

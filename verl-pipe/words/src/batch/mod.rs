@@ -29,6 +29,7 @@ use std::sync::Arc;
 
 use arrow_array::{Array, ArrayRef, RecordBatch, UInt32Array, UInt64Array};
 use arrow_schema::{DataType, Field as ArrowField, Schema};
+use serde::{Deserialize, Serialize};
 
 pub use column::{
     ArrowElement, Column, RaggedColumn, RaggedView, ScalarColumn, ScalarView, TextView, arrow_type,
@@ -44,7 +45,7 @@ pub const SAMPLE_ID: &str = "sample_id";
 pub const GROUP_ID: &str = "group_id";
 
 /// What can go wrong with a batch.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum BatchError {
     /// A key that the batch does not have.

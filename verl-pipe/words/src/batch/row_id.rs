@@ -1,5 +1,7 @@
 //! Identities of rows: they identify a row from its prompt to its trace.
 
+use serde::{Deserialize, Serialize};
+
 use super::BatchError;
 
 const SAMPLE_BITS: u32 = 12;
@@ -22,7 +24,7 @@ const EPOCH_BITS: u32 = 16;
 /// assert_ne!(row.group(), again.group());
 /// # Ok::<(), verl_pipe::batch::BatchError>(())
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RowId(pub u64);
 
 impl RowId {

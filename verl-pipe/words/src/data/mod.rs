@@ -4,12 +4,13 @@ mod columns;
 
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 pub use columns::{column_names, find_column};
 
 /// What can go wrong with a data set.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
     /// A file that cannot be read.

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use schemars::JsonSchema;
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 use super::{BatchPlan, Stage};
 use crate::data::{DataError, DataLoaderInterface, OpenedData};
@@ -49,7 +49,7 @@ impl BuildContext {
 }
 
 /// Why a configuration cannot become a stage, model or data set: the setting, what is wrong, what to do.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("`{setting}` {reason}")]
 pub struct ConfigError {
     /// The setting, for example `temperature`.
@@ -186,22 +186,49 @@ pub trait ModelFactory: Send + Sync {
         device: &str,
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError>;
+    /// Whether it can have replicas on several shares of the CPU: the kind implements [`ModelFactory::load_replicas`].
+    fn can_replicate(&self) -> bool {
+        false
+    }
     /// Whether a copy in another device group can follow the model when it is trained: the kind implements
     /// [`ModelResource::weight_source`] and [`ModelResource::weight_sink`].
     fn can_follow(&self) -> bool {
         false
     }
-    /// As [`ModelFactory::load`], for a copy in another device group, which is never trained: it needs no optimiser.
+    /// As [`ModelFactory::load_replicas`], for a copy in another device group, which is never trained: it needs no optimiser.
     ///
     /// # Errors
-    /// As [`ModelFactory::load`].
+    /// As [`ModelFactory::load_replicas`].
     fn load_copy(
         &self,
         name: &str,
-        device: &str,
+        devices: &[String],
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
-        self.load(name, device, context)
+        self.load_replicas(name, devices, context)
+    }
+    /// Loads replicas of it onto `devices` (`cpu:0`, `cpu:1`), one onto each; results must have the bits of a single model.
+    /// By default a model cannot have replicas, and is loaded onto a single device.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load); devices onto which replicas of this kind of model cannot be loaded.
+    fn load_replicas(
+        &self,
+        name: &str,
+        devices: &[String],
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        match devices {
+            [device] => self.load(name, device, context),
+            _ => Err(ResourceError::Failed(
+                format!(
+                    "model `{name}` cannot have replicas, but its group has {} devices ({}); use a group of one device",
+                    devices.len(),
+                    devices.join(", ")
+                )
+                .into(),
+            )),
+        }
     }
 }
 

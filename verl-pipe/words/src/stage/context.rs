@@ -4,13 +4,15 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use serde::{Deserialize, Serialize};
+
 use super::Metric;
 use crate::batch::{Batch, BatchError, RowId};
 use crate::data::{DataError, DataLoaderInterface};
 use crate::resource::{ModelResource, ResourceError};
 
 /// An error of a stage's call.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum StageError {
     /// Access to a batch failed.
@@ -45,7 +47,7 @@ pub enum StageError {
     Cancelled,
     /// Any other error, as reported by the underlying library.
     #[error("{0}")]
-    Failed(Box<dyn std::error::Error + Send + Sync>),
+    Failed(#[serde(with = "crate::error_text")] Box<dyn std::error::Error + Send + Sync>),
 }
 
 impl StageError {
