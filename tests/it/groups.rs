@@ -146,3 +146,27 @@ fn the_four_models_of_ppo_in_two_groups_compute_the_same_bits() {
     run.restore(&before).expect("a snapshot of this run");
     assert!(two == three_steps(&mut run), "a restored run differs");
 }
+
+#[test]
+fn the_plan_shows_groups_edges_and_the_memory_of_each() {
+    let place = Place::new();
+    train_reward_model(&place);
+    let rollout = [
+        "groups.rollout.devices=cpu:0-1",
+        "generate.group=rollout",
+        "groups.score.worker=process",
+    ];
+    let pipe = ppo_with_reward_model(&place, &[TWO_GROUPS, &rollout].concat());
+    let text = pipe.plan().expect("a plan").to_string();
+    let part = |start: &str, end: &str| {
+        let from = text
+            .find(start)
+            .unwrap_or_else(|| panic!("no {start} in {text}"));
+        let length = text[from..].find(end).expect("an end");
+        text[from..from + length].to_owned()
+    };
+    let groups = part("device groups", "stages, in the order");
+    let edges = part("edges into device groups", "training");
+    insta::assert_snapshot!("plan_of_groups", format!("{groups}{edges}"));
+    assert_eq!(text.matches("estimated peak memory of").count(), 3);
+}

@@ -52,7 +52,8 @@ impl Plan {
         for (index, stage) in self.stages.iter().enumerate() {
             self.write_stage(f, index, stage)?;
         }
-        self.write_batch(f)
+        self.write_batch(f)?;
+        self.write_group_edges(f)
     }
 }
 
@@ -115,11 +116,17 @@ impl Plan {
                     usize::try_from(self.pipe.run.worker_snapshot_steps).unwrap_or(usize::MAX),
                     "step",
                 );
-                writeln!(
-                    f,
-                    "              snapshot: {} every {every}, kept in the memory of the run",
-                    bytes(state)
-                )?;
+                match state {
+                    0 => writeln!(
+                        f,
+                        "              snapshot: none, as nothing is trained here"
+                    )?,
+                    _ => writeln!(
+                        f,
+                        "              snapshot: {} every {every}, kept in the memory of the run",
+                        bytes(state)
+                    )?,
+                }
             }
         }
         Ok(())

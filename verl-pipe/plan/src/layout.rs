@@ -6,7 +6,7 @@
 //! use it, and nowhere else.
 
 use verl_declare::pipe::DataPipe;
-use verl_declare::sizes::WorkerKind;
+use verl_declare::sizes::{DevicesConfig, WorkerKind};
 use verl_words::diagnostic::{Diagnostic, quoted, suggest};
 use verl_words::stage::{Access, StageSpec};
 
@@ -75,6 +75,21 @@ impl Groups {
             .iter()
             .position(|group| group.name == pipe.devices.group);
         let only = (list.len() == 1).then_some(0);
+        let default = &pipe.devices.group;
+        if named.is_none() && *default != DevicesConfig::default().group {
+            let known = list.iter().map(|group| group.name.as_str());
+            let known = suggest(default, "groups", known);
+            findings.push(
+                Diagnostic::error("S016", format!("there is no device group `{default}`"))
+                    .at("[devices] group")
+                    .because(
+                        "with `[groups]`, it is the name of the group of models that name none",
+                    )
+                    .help(format!(
+                        "set it to one of the groups, or remove it; {known}"
+                    )),
+            );
+        }
         Groups {
             default: named.or(only),
             list,

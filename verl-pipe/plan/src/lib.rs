@@ -33,6 +33,7 @@ pub(crate) mod build;
 pub(crate) mod checks;
 pub mod display;
 pub mod graph;
+mod group_edges;
 pub(crate) mod layout;
 pub mod look;
 pub mod memory;

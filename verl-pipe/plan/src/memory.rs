@@ -295,10 +295,15 @@ fn model_memory(model: &PlannedModel, group: usize) -> Option<ModelMemory> {
 }
 
 /// Maximum lengths of keys, by the pipeline's names: tokens, and the setting that limits them.
-struct Lengths<'a>(HashMap<&'a str, (usize, String)>);
+pub(crate) struct Lengths<'a>(HashMap<&'a str, (usize, String)>);
 
 impl<'a> Lengths<'a> {
-    fn of(plan: &'a Plan) -> Self {
+    /// Maximum tokens of a key; `None` if no setting limits it.
+    pub(crate) fn limit(&self, key: &str) -> Option<usize> {
+        self.0.get(key).map(|(tokens, _)| *tokens)
+    }
+
+    pub(crate) fn of(plan: &'a Plan) -> Self {
         let mut lengths = Lengths(HashMap::new());
         for stage in &plan.stages {
             for bound in &stage.spec.lengths {
@@ -417,7 +422,15 @@ fn check_group(plan: &Plan, group: usize) -> Option<Diagnostic> {
     });
     let (room, device) = known.min()?;
     let memory = plan.memory_in(group, Some(room));
-    let most = memory.peak();
+    // Groups on the same device share its memory, and work at the same time.
+    let shares = |other: &usize| {
+        *other != group && plan.groups[*other].device() == plan.groups[group].device()
+    };
+    let others = (0..plan.groups.len()).filter(shares);
+    let others: u64 = others
+        .map(|other| plan.memory_in(other, Some(room)).peak())
+        .fold(0, u64::saturating_add);
+    let most = memory.peak().saturating_add(others);
     if most as f64 * CERTAIN_SHARE <= room as f64 {
         return None;
     }
@@ -426,10 +439,14 @@ fn check_group(plan: &Plan, group: usize) -> Option<Diagnostic> {
         Diagnostic::blocking("S014", format!("the run does not fit on `{device}`"))
             .at(plan.groups[group].setting())
             .because(format!(
-                "it needs up to {}, but the device has {}: {}",
+                "it needs up to {}, but the device has {}: {}{}",
                 bytes(most),
                 bytes(room),
-                memory.breakdown(work)
+                memory.breakdown(work),
+                match others {
+                    0 => String::new(),
+                    others => format!(", and {} of other groups on this device", bytes(others)),
+                }
             ))
             .help(memory.advice(work)),
     )

@@ -145,6 +145,9 @@ impl Run {
     /// process sooner.
     pub(super) fn drain(&mut self, progress: &mut Progress) {
         let since = Instant::now();
+        while let Some(event) = self.stashed.pop_front() {
+            self.discard(progress, Some(event));
+        }
         while !progress.in_flight.is_empty() && since.elapsed() < self.deadline {
             crossbeam_channel::select! {
                 recv(self.host_events) -> event => self.discard(progress, event.ok()),

@@ -419,6 +419,17 @@ impl RunError {
 }
 
 impl RunError {
+    /// Its text without what to do; the run does it.
+    pub(crate) fn without_help(&self) -> String {
+        match self {
+            RunError::Lost { worker, reason } => {
+                let reason = reason.split("\n  help: ").next().unwrap_or(reason);
+                format!("the worker of `{worker}` is lost: {reason}")
+            }
+            other => other.to_string(),
+        }
+    }
+
     /// The error of a worker that was started again `retries` times in a step.
     pub(crate) fn after_retries(self, retries: u32) -> RunError {
         match self {

@@ -80,7 +80,8 @@ impl Run {
                 input,
                 host,
                 incarnation: 0,
-                emitted: HashSet::new(),
+                emitted: Vec::new(),
+                before: HashSet::new(),
             },
         );
         Ok(())

@@ -24,15 +24,22 @@ impl Run {
         &self.left
     }
 
-    /// Before a call: records the optimiser steps of all models if it is the first call of the step that updates a
-    /// model.
+    /// Before a call in `group`, which is idle: records the optimiser steps of the group's models if it is the first call
+    /// of the step that updates one of them.
     pub(super) fn note_update(
         &mut self,
         progress: &mut Progress,
+        group: usize,
         stage: usize,
     ) -> Result<(), RunError> {
-        if progress.steps_before.is_none() && self.updated_by(stage).next().is_some() {
-            progress.steps_before = Some(self.optimizer_steps()?);
+        let noted = progress.steps_before.as_ref();
+        let is_noted = |model: &str| noted.is_some_and(|noted| noted.contains_key(model));
+        if self.updated_by(stage).all(is_noted) {
+            return Ok(());
+        }
+        if let Answer::OptimizerSteps(steps) = self.ask(group, Query::OptimizerSteps)? {
+            let noted = progress.steps_before.get_or_insert_default();
+            noted.extend(steps);
         }
         Ok(())
     }
@@ -46,7 +53,7 @@ impl Run {
         if let Ok(now) = self.optimizer_steps() {
             let moved = now
                 .into_iter()
-                .filter(|(name, steps)| before[name] != *steps);
+                .filter(|(name, steps)| before.get(name).is_some_and(|before| before != steps));
             self.left
                 .extend(moved.map(|(name, _)| (name, LeftOver::Part)));
         }

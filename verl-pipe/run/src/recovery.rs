@@ -97,6 +97,12 @@ impl Recovery {
         self.groups.get_mut(group)?.as_mut()
     }
 
+    /// Whether a call of `stage` may change the state of a worker process.
+    fn changes_state(&self, schedule: &Schedule, group: usize, stage: usize) -> bool {
+        let group = self.groups.get(group).and_then(Option::as_ref);
+        group.is_some_and(|group| updates(schedule, stage) || group.stateful.contains(&stage))
+    }
+
     /// The groups whose worker is a process.
     fn processes(&self) -> Vec<usize> {
         let groups = self.groups.iter().enumerate();
@@ -146,12 +152,11 @@ impl Run {
         let Place::Group(group) = self.schedule.places()[stage] else {
             return;
         };
-        let changes = updates(&self.schedule, stage);
-        let copies = self.copies.read_by(&self.schedule, stage);
-        let Some(recovery) = self.recovery.of(group) else {
+        if !self.recovery.changes_state(&self.schedule, group, stage) {
             return;
-        };
-        if changes || recovery.stateful.contains(&stage) {
+        }
+        let copies = self.copies.read_by(&self.schedule, stage);
+        if let Some(recovery) = self.recovery.of(group) {
             recovery.log.push(LoggedCall {
                 stage,
                 input: input.clone(),
@@ -174,6 +179,7 @@ impl Run {
             if recovery.steps < every || recovery.log.is_empty() {
                 continue;
             }
+            recovery.steps = 0;
             if let Err(error) = self.keep_recovery_point(group) {
                 tracing::warn!(
                     "no snapshot of the worker of `{}`, so a new process would repeat more calls: {error}",
@@ -199,6 +205,7 @@ impl Run {
         let query = Query::Store {
             id: handle.id,
             known: BTreeMap::new(),
+            trained_only: true,
         };
         let answer = self.workers[group].ask(query, self.deadline)?;
         let Answer::Stored { models, stages } = answer else {
@@ -208,6 +215,14 @@ impl Run {
         let mut trained = trained.filter(|model| !model.updaters.is_empty());
         let is_missing =
             |name: &String| matches!(models.get(name), Some((_, state)) if state.is_none());
+        if let Some((stage, _)) = stages.iter().find(|(_, (_, state))| state.is_none()) {
+            return Err(crate::worker::hosted::failed(
+                "stage",
+                stage,
+                "store",
+                "its kind does not implement `store`",
+            ));
+        }
         if let Some(model) = trained.find(|model| is_missing(&model.name)) {
             return Err(crate::worker::hosted::failed(
                 "model",
@@ -266,8 +281,9 @@ impl Run {
             if losses > retries {
                 return Err(error.after_retries(retries));
             }
+            let cause = error.without_help();
             tracing::warn!(
-                "{error}; starting its process again ({losses} of {retries} in this step)"
+                "{cause}; starting its process again ({losses} of {retries} in this step)"
             );
             match self.restart(group) {
                 Ok(()) => return Ok(()),
@@ -294,18 +310,42 @@ impl Run {
             None => (None, Vec::new()),
         };
         let start = &self.recovery.start;
+        // Two processes might not fit on the device.
+        self.workers[group].abandon();
         let loading = ProcessWorker::begin(start, &options, group, incarnation)?;
         let worker = loading.loaded(self.deadline)?;
         self.workers[group] = Box::new(worker);
         self.copies.stale_in(group);
+        let restored = self.restore_process(group, stored, &log);
+        if restored.is_err() {
+            // Nothing may use a state that was restored in part.
+            self.workers[group].abandon();
+        }
+        restored
+    }
+
+    fn restore_process(
+        &mut self,
+        group: usize,
+        stored: Option<(StoredStates, StoredStates)>,
+        log: &[LoggedCall],
+    ) -> Result<(), RunError> {
         if let Some((models, stages)) = stored {
             let recall = Query::Recall { models, stages };
             self.workers[group].ask(recall, self.deadline)?;
         }
-        for call in &log {
-            self.repeat(group, call)?;
-        }
-        Ok(())
+        log.iter().try_for_each(|call| self.repeat(group, call))
+    }
+
+    /// Whether `flight` ended in a process that another has replaced, which must still run the call.
+    pub(super) fn is_superseded(&self, flight: &InFlight) -> bool {
+        let Place::Group(group) = self.schedule.places()[flight.id.0] else {
+            return false;
+        };
+        flight.incarnation < self.recovery.incarnation(group)
+            && self
+                .recovery
+                .changes_state(&self.schedule, group, flight.id.0)
     }
 
     /// Runs a call again whose rows were taken before. Events of other calls are kept for later.
@@ -365,7 +405,9 @@ impl Run {
             Place::Group(group) => self.recovery.incarnation(group) > 0,
             Place::Host => false,
         };
-        is_process && !progress.env.cancel.is_cancelled() && !self.options.cancel.is_cancelled()
+        // A cancelled run still completes a step that has begun to update a model.
+        let ends = self.options.cancel.is_cancelled() && progress.steps_before.is_none();
+        is_process && !progress.env.cancel.is_cancelled() && !ends
     }
 
     /// Runs the call of `flight` again, whose worker process is lost because of `failure`.
@@ -385,29 +427,28 @@ impl Run {
         // The rows that still have to be made.
         let rows = describe_rows(&flight.input);
         let mut failed = call_error(&self.schedule, step, stage, rows, failure);
-        if flight.incarnation < self.recovery.incarnation(group) && !self.workers[group].is_lost() {
-            // A query noticed the loss before this call did.
-            return self.call_again_in_step(progress, group, flight);
-        }
+        // If not, it was replaced before its end was seen.
+        let mut revives =
+            flight.incarnation == self.recovery.incarnation(group) || self.workers[group].is_lost();
         let mut flight = flight;
+        let emitted = std::mem::take(&mut flight.emitted);
+        flight.before.extend(emitted);
         loop {
-            self.revive(group, failed)?;
-            let again = InFlight {
-                id: flight.id,
-                since: flight.since,
-                input: flight.input.clone(),
-                host: None,
-                incarnation: flight.incarnation,
-                emitted: std::mem::take(&mut flight.emitted),
-            };
-            let emitted = again.emitted.clone();
-            match self.call_again_in_step(progress, group, again) {
-                Err(error @ RunError::Lost { .. }) => {
-                    flight.emitted = emitted;
-                    failed = error;
+            if revives {
+                let since = Instant::now();
+                self.revive_any(failed)?;
+                // The calls of other groups were not watched meanwhile.
+                for other in progress.in_flight.values_mut() {
+                    if other.host.is_none() {
+                        other.since += since.elapsed();
+                    }
                 }
+            }
+            match self.call_again_in_step(progress, group, &flight) {
+                Err(error @ RunError::Lost { .. }) => failed = error,
                 done => return done,
             }
+            revives = true;
         }
     }
 
@@ -415,7 +456,7 @@ impl Run {
         &mut self,
         progress: &mut Progress,
         group: usize,
-        flight: InFlight,
+        flight: &InFlight,
     ) -> Result<(), RunError> {
         let stage = flight.id.0;
         self.sync_copies_once(stage)?;
@@ -428,9 +469,13 @@ impl Run {
             env: progress.env.clone(),
         })?;
         let again = InFlight {
+            id: flight.id,
             since: Instant::now(),
+            input: flight.input.clone(),
+            host: None,
             incarnation: self.recovery.incarnation(group),
-            ..flight
+            emitted: Vec::new(),
+            before: flight.before.clone(),
         };
         progress.in_flight.insert(call, again);
         Ok(())

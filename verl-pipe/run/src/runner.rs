@@ -93,8 +93,10 @@ pub(super) struct InFlight {
     pub(super) host: Option<HostFlight>,
     /// Number of the worker process that runs it; 0 for threads.
     pub(super) incarnation: u64,
-    /// Rows that have arrived from a worker process: if the call runs again, they are dropped.
-    pub(super) emitted: HashSet<u64>,
+    /// Rows that have arrived from the worker process.
+    pub(super) emitted: Vec<u64>,
+    /// Rows that arrived from earlier processes; they are dropped when they arrive again.
+    pub(super) before: HashSet<u64>,
 }
 
 impl InFlight {
@@ -105,8 +107,9 @@ impl InFlight {
         }
         let ids = batch.ids().into_iter().enumerate();
         let new: Vec<usize> = ids
-            .filter_map(|(row, id)| self.emitted.insert(id.0).then_some(row))
+            .filter_map(|(row, id)| (!self.before.contains(&id.0)).then_some(row))
             .collect();
+        self.emitted.extend(batch.ids().iter().map(|id| id.0));
         match new.len() {
             0 => None,
             count if count == batch.num_rows() => Some(batch.clone()),
@@ -308,8 +311,13 @@ impl Run {
     /// Dispatches ready slices to the worker and the pool while they have capacity.
     pub(super) fn dispatch(&mut self, progress: &mut Progress) -> Result<(), RunError> {
         for group in 0..self.workers.len() {
-            let ready = progress.state.ready(Place::Group(group)).first().copied();
-            if let Some(id) = ready.filter(|_| !progress.busy[group]) {
+            if progress.busy[group] {
+                continue;
+            }
+            // Weights travel only from a home that is idle: its answer would wait for its call, and its rows for the runner.
+            let ready = progress.state.ready(Place::Group(group)).iter();
+            let mut ready = ready.filter(|id| self.can_sync(id.0, &progress.busy));
+            if let Some(id) = ready.next().copied() {
                 self.dispatch_device(progress, group, id)?;
             }
         }
@@ -380,9 +388,9 @@ impl Run {
         group: usize,
         id: CallId,
     ) -> Result<(), RunError> {
+        self.note_update(progress, group, id.0)?;
         self.sync_copies_of(id.0)?;
         let input = self.begin(progress, id)?;
-        self.note_update(progress, id.0)?;
         let call = self.new_call();
         progress.busy[group] = true;
         self.pool.set_model_works(true);
@@ -392,7 +400,8 @@ impl Run {
             input: input.clone(),
             host: None,
             incarnation: self.recovery.incarnation(group),
-            emitted: HashSet::new(),
+            emitted: Vec::new(),
+            before: HashSet::new(),
         };
         let called = self.workers[group].call(DeviceCall {
             call,
@@ -482,6 +491,12 @@ impl Run {
                     progress.panicked.push(flight.id.0);
                 }
                 match result {
+                    Ok(()) if self.is_superseded(&flight) => {
+                        // The process that replaced it does not know this call.
+                        let lost = "its process was replaced".to_owned();
+                        progress.reports.pop();
+                        self.recover_call(progress, flight, CallFailure::Lost(lost))
+                    }
                     Ok(()) => {
                         let wave = progress.state.wave(flight.id);
                         self.log_call(flight.id.0, &flight.input, wave, &progress.env);

@@ -162,6 +162,7 @@ impl Run {
         let query = |group: usize| Query::Store {
             id: snapshot.workers.get(group).map_or(0, |kept| kept.id),
             known: known.clone(),
+            trained_only: false,
         };
         let mut state = RunState {
             step: snapshot.step,

@@ -182,7 +182,12 @@ impl WaitGuard {
             return;
         };
         let mut state = shared.state();
+        let reported = state.reported;
         if let Some((wait, since)) = state.wait.take() {
+            // What is lost at once did not make the run wait.
+            if !reported && since.elapsed() < wait.deadline {
+                return;
+            }
             let report = state.report(&wait, since, Some(error.to_string()));
             tracing::error!("{}", report.to_string().trim_end());
             report.save(&shared.dir);

@@ -94,6 +94,19 @@ impl Copies {
 }
 
 impl Run {
+    /// Whether no copy that `stage` reads waits for a home that runs a call.
+    pub(super) fn can_sync(&self, stage: usize, busy: &[bool]) -> bool {
+        let Place::Group(group) = self.schedule.places()[stage] else {
+            return true;
+        };
+        let models = &self.schedule.plan().stages()[stage].spec().models;
+        models.iter().all(|(model, _)| {
+            let is_stale = || self.copies.stale.contains(&(group, model.clone()));
+            let home = self.schedule.home(model).unwrap_or_default();
+            home == group || !busy[home] || !is_stale()
+        })
+    }
+
     /// After a call of `stage`: the copies of the models that it updates are stale.
     pub(super) fn note_changed_weights(&mut self, stage: usize) {
         let models = &self.schedule.plan().stages()[stage].spec().models;

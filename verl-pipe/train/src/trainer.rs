@@ -370,7 +370,12 @@ impl Trainer {
             };
             match self.run.store(snapshot, &recorder.stored_versions()) {
                 Ok(state) => recorder.late_state(step, state),
-                Err(error) => tracing::warn!("step {step} is traced without its state: {error}"),
+                Err(error) => {
+                    tracing::warn!("step {step} is traced without its state: {error}");
+                    if matches!(error, RunError::Lost { .. }) {
+                        return;
+                    }
+                }
             }
         }
     }

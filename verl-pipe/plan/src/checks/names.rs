@@ -23,6 +23,13 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         pipe.data.iter().map(|data| data.name.as_str()),
         findings,
     );
+    twice(
+        "device group",
+        pipe.groups.iter().map(|(name, _)| name.as_str()),
+        findings,
+    );
+    let groups = pipe.groups.iter().map(|(name, _)| name.as_str());
+    findings.extend(groups.filter_map(invalid_group_name));
     let models = pipe.models.iter().map(|model| model.name.as_str());
     findings.extend(
         models
@@ -65,6 +72,31 @@ fn is_folder_name(name: &str) -> bool {
         && name.len() <= MAX_FOLDER_NAME
         && !name.starts_with('.')
         && !name.chars().any(separates)
+}
+
+/// The finding about a name that a device group cannot have; the timeline of a step calls other lines `host` and `run`.
+fn invalid_group_name(name: &str) -> Option<Diagnostic> {
+    let why = match name {
+        "" => "it is empty",
+        "host" => "the timeline calls the host pool so",
+        "run" => "the timeline calls the thread of the run so",
+        _ if name
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '-')) =>
+        {
+            return None;
+        }
+        _ => "it contains a character other than letters, digits, `_` and `-`",
+    };
+    Some(
+        Diagnostic::error(
+            "S010",
+            format!("`{name}` is not a valid name of a device group"),
+        )
+        .at(format!("[groups.{name}]"))
+        .because(why)
+        .help("choose another name, such as `train`"),
+    )
 }
 
 fn invalid_model_name(name: &str) -> Diagnostic {

@@ -30,6 +30,17 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             findings.push(setting_error("[run]", &error));
         }
     }
+    if run.worker_deadline_s > 0.0 && run.worker_deadline_s < 0.1 {
+        let error = ConfigError::new(
+            "worker_deadline_s",
+            format!(
+                "is {}, in which no heartbeat can be relied on",
+                run.worker_deadline_s
+            ),
+            "set it to at least 0.1 seconds",
+        );
+        findings.push(setting_error("[run]", &error));
+    }
     if run.worker_snapshot_steps == 0 {
         let error = ConfigError::new(
             "worker_snapshot_steps",

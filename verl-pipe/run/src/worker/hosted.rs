@@ -127,7 +127,11 @@ impl Hosted {
         match query {
             Query::Snapshot { id, quick } => self.snapshot(id, quick),
             Query::Restore { id } => self.restore(id),
-            Query::Store { id, known } => self.store(id, &known),
+            Query::Store {
+                id,
+                known,
+                trained_only,
+            } => self.store(id, &known, trained_only),
             Query::Recall { models, stages } => self.recall(&models, &stages),
             Query::Versions => {
                 let reporter = &self.reporter;
@@ -298,8 +302,18 @@ impl Hosted {
         Ok(())
     }
 
-    fn store(&mut self, id: u64, known: &Versions) -> Result<Answer, RunError> {
+    fn store(&mut self, id: u64, known: &Versions, trained_only: bool) -> Result<Answer, RunError> {
         let snapshot = self.take_snapshot(id, "store")?;
+        let mut snapshot = snapshot;
+        if trained_only {
+            let plan = self.schedule.plan();
+            let trained = plan
+                .models()
+                .iter()
+                .filter(|model| !model.updaters.is_empty());
+            let trained: BTreeSet<&String> = trained.map(|model| &model.name).collect();
+            snapshot.models.retain(|name, _| trained.contains(name));
+        }
         let stored = self.store_from(&snapshot, known);
         self.snapshots.insert(id, snapshot);
         stored.map(|(models, stages)| Answer::Stored { models, stages })

@@ -36,8 +36,13 @@ pub(crate) enum Query {
     Snapshot { id: u64, quick: bool },
     /// Restores the snapshot `id`. Answer: `Done`.
     Restore { id: u64 },
-    /// Converts the snapshot `id` for storage, except for models whose version is in `known`. Answer: `Stored`.
-    Store { id: u64, known: Versions },
+    /// Converts the snapshot `id` for storage, except for models whose version is in `known`, or that no stage trains.
+    /// Answer: `Stored`.
+    Store {
+        id: u64,
+        known: Versions,
+        trained_only: bool,
+    },
     /// Restores states that were stored. Answer: `Done`.
     Recall {
         models: StoredStates,

@@ -294,13 +294,11 @@ impl ProcessWorker {
     }
 
     fn check(&self) -> Result<(), RunError> {
-        if self.abandoned {
-            return Err(self
-                .shared
-                .error("an abandoned call may still be running in its process"));
-        }
         match &locked(&self.shared.waiting).lost {
             Some(reason) => Err(self.shared.error(reason.clone())),
+            None if self.abandoned => Err(self
+                .shared
+                .error("an abandoned call may still be running in its process")),
             None => Ok(()),
         }
     }
@@ -324,6 +322,11 @@ impl ProcessWorker {
         while error == LinkError::Closed && since.elapsed() < EXIT {
             self.check()?;
             std::thread::sleep(Duration::from_millis(1));
+        }
+        if !matches!(error, LinkError::Unsendable(_)) {
+            // The reading thread may find out later.
+            let mut waiting = locked(&self.shared.waiting);
+            waiting.lost.get_or_insert_with(|| error.to_string());
         }
         Err(self.shared.error(error.to_string()))
     }
@@ -401,7 +404,9 @@ impl Worker for ProcessWorker {
     }
 
     fn is_lost(&self) -> bool {
-        self.abandoned || locked(&self.shared.waiting).lost.is_some()
+        self.abandoned
+            || locked(&self.shared.waiting).lost.is_some()
+            || self.client.lost().is_some()
     }
 
     fn dropped(&self) -> &Arc<DroppedSnapshots> {
