@@ -93,7 +93,10 @@ fn replicas_compute_the_same_bits() {
         let one = three_steps(&mut start(&pipe(&[])));
         for devices in ["cpu:0-1", "cpu:0-2", "cpu:0-3"] {
             let setting = format!("devices.group={devices}");
-            let many = three_steps(&mut start(&pipe(&[&setting])));
+            let replicated = pipe(&[&setting]);
+            let text = replicated.plan().expect("a plan").to_string();
+            assert!(text.contains("⌈micro-batches / replicas⌉"), "{text}");
+            let many = three_steps(&mut start(&replicated));
             assert!(one == many, "one: {one}\n{devices}: {many}");
         }
     }

@@ -80,6 +80,12 @@ fn a_run_is_shown_step_by_step_and_as_a_chrome_trace() {
     let file = place.path("trace.json");
     let (code, text) = pipe_debug(&format!("timeline {dir} --all --chrome {}", file.display()));
     assert!(code == 0 && text.contains("3 steps; open it at"), "{text}");
+    // What the run recorded is not overwritten.
+    let recorded = place.path("run/timeline.jsonl");
+    let before = fs::read(&recorded).expect("a file");
+    let (code, text) = pipe_debug(&format!("timeline {dir} --chrome {}", recorded.display()));
+    assert!(code != 0 && text.contains("a file of the run"), "{text}");
+    assert!(before == fs::read(&recorded).expect("a file"));
     let trace: Value =
         serde_json::from_str(&fs::read_to_string(&file).expect("a file")).expect("JSON");
     let events = trace["traceEvents"].as_array().expect("a list");

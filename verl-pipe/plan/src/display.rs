@@ -380,6 +380,21 @@ impl Plan {
         for (what, formula, value) in lines {
             writeln!(f, "  {what:<46}{formula:<42}{value:>9}")?;
         }
+        // Replicas are not devices of this arithmetic: they take the micro-batches in turn.
+        for (index, group) in self.groups.iter().enumerate() {
+            let mut own = self.models.iter().filter(|model| model.home == index);
+            if group.devices.len() < 2 || own.all(|model| model.updaters.is_empty()) {
+                continue;
+            }
+            let replicas = group.devices.len();
+            let what = format!("rounds of a mini-batch on `{}`", group.name);
+            let formula = format!(
+                "⌈micro-batches / replicas⌉ = ⌈{} / {replicas}⌉",
+                b.micro_batches
+            );
+            let rounds = b.micro_batches.div_ceil(replicas);
+            writeln!(f, "  {what:<46}{formula:<42}{rounds:>9}")?;
+        }
         Ok(())
     }
 

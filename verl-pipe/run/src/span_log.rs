@@ -270,20 +270,7 @@ fn merge_crowded(spans: Vec<CallSpan>) -> Vec<CallSpan> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn span(stage: &str, lane: usize, start_s: f64, end_s: f64) -> CallSpan {
-        CallSpan {
-            stage: stage.to_owned(),
-            place: HOST.to_owned(),
-            lane,
-            rows: 2,
-            rows_emitted: 1,
-            calls: 1,
-            start_s,
-            end_s,
-            ..CallSpan::default()
-        }
-    }
+    use crate::spans::host_span as span;
 
     #[test]
     fn only_neighbours_of_one_stage_on_a_crowded_lane_are_merged() {

@@ -189,25 +189,28 @@ pub(crate) fn rounded(seconds: f64) -> f64 {
     (seconds * 1e6).round() / 1e6
 }
 
+/// A call of two rows on the host pool, for tests.
+#[cfg(test)]
+pub(crate) fn host_span(stage: &str, lane: usize, start_s: f64, end_s: f64) -> CallSpan {
+    CallSpan {
+        stage: stage.to_owned(),
+        place: HOST.to_owned(),
+        lane,
+        rows: 2,
+        rows_emitted: 1,
+        calls: 1,
+        start_s,
+        end_s,
+        ..CallSpan::default()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
 
+    use super::host_span as span;
     use super::*;
-
-    fn span(stage: &str, lane: usize, start_s: f64, end_s: f64) -> CallSpan {
-        CallSpan {
-            stage: stage.to_owned(),
-            place: HOST.to_owned(),
-            lane,
-            rows: 2,
-            rows_emitted: 1,
-            calls: 1,
-            start_s,
-            end_s,
-            ..CallSpan::default()
-        }
-    }
 
     #[test]
     fn files_omit_what_is_usual_and_read_the_same() {

@@ -44,7 +44,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     if run.worker_snapshot_steps == 0 {
         let error = ConfigError::new(
             "worker_snapshot_steps",
-            "is 0, which is no number of steps between two snapshots",
+            "is 0, but a snapshot is taken after at least 1 step",
             "set it to 1 for a snapshot after every step",
         );
         findings.push(setting_error("[run]", &error));

@@ -67,6 +67,13 @@ pub(super) fn timeline(args: &TimelineArgs, out: &mut dyn Write) -> Result<u8, F
 
 fn save(path: &Path, dir: &Path, lines: &[TimelineLine]) -> Result<(), TraceError> {
     let failed = |e: std::io::Error| TraceError::file("write", path, e);
+    // A file that exists there is what the run recorded.
+    if let (Ok(file), Ok(dir)) = (path.canonicalize(), dir.canonicalize())
+        && file.starts_with(dir)
+    {
+        let reason = "it is a file of the run; choose another name";
+        return Err(TraceError::file("overwrite", path, reason));
+    }
     write_atomically(path, |file| {
         let mut file = std::io::BufWriter::new(file);
         let name = format!("run {}", dir.display());
